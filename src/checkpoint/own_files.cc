@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <random>
 
@@ -22,7 +23,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-constexpr std::size_t kRandomDigits = 16;
+constexpr std::chrono::hours kForAnotherWriter(1);
 constexpr std::size_t kFewestDigits = 7;  // shorter names are likelier a person's than random
 
 FileDescriptor open_unfollowed(const fs::path& path, int flags) {
@@ -38,10 +39,14 @@ bool may_be_left_over(const std::string& name, const std::string& own) {
   return base == own || (digits.size() == kRandomDigits && base.ends_with(".safetensors"));
 }
 
+// Locks may be local to a host, so what another path's writer may still write must be old.
 bool is_left_over(int descriptor, const std::string& name, const std::string& own) {
   struct stat info {};
   if (::fstat(descriptor, &info) != 0 || !S_ISREG(info.st_mode) || info.st_uid != ::geteuid()) return false;
-  return name.starts_with(own + kTemporary) || info.st_size == 0 || is_own_archive(descriptor);
+  if (name.starts_with(own + kTemporary)) return true;
+  const auto written = std::chrono::system_clock::from_time_t(info.st_mtime);
+  if (std::chrono::system_clock::now() - written < kForAnotherWriter) return false;
+  return info.st_size == 0 || is_own_archive(descriptor);
 }
 
 }  // namespace
@@ -96,7 +101,13 @@ void remove_own_archive(const fs::path& path) {
 void require_own_archive_or_nothing(const fs::path& path) {
   if (!is_taken(path) || is_own_archive(path)) return;
   throw IoError(
-      text(path.string(), " is no file that Lockstep wrote, and would be lost: move it, or name another ", "folder"));
+      text(path.string(), " is no file that Lockstep wrote, and would be lost: move it, or name another folder"));
+}
+
+bool is_damaged_archive(const fs::path& path) {
+  struct stat info {};
+  return ::lstat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode) && info.st_uid == ::geteuid() &&
+         !is_own_archive(path);
 }
 
 void require_index_or_nothing(const fs::path& file) {
@@ -128,7 +139,7 @@ void require_private_folder(const std::string& name, const fs::path& folder) {
            : !is_own              ? text(" belongs to user ", info.st_uid, ", who may put anything there")
                      : text(" may be written by others (its mode is ", std::oct, info.st_mode & 07777, ")"),
            "; it must be a folder of this user's (", ::geteuid(), ") or root's in which nobody else may write: ",
-           is_own ? text("chmod go-w ", folder.string()) : text("name another"), ""));
+           is_own ? text("chmod go-w ", folder.string()) : text("name another")));
 }
 
 void remove_left_overs(const fs::path& path) {

@@ -10,7 +10,8 @@ namespace lockstep::checkpoint {
 // A file is written beside its path under the path, this, and random digits.
 inline constexpr const char* kTemporary = ".tmp.";
 
-// 16 hexadecimal digits; and whether `name` may be some: earlier versions left out zeros at the front.
+// Hexadecimal digits; and whether `name` may be some: earlier versions left out zeros at the front.
+inline constexpr std::size_t kRandomDigits = 16;
 std::string random_digits();
 bool has_random_form(const std::string& name);
 
@@ -31,6 +32,9 @@ void require_own_archive_or_nothing(const std::filesystem::path& path);
 inline constexpr std::size_t kLongestIndex = std::size_t{1} << 26;  // bytes
 void require_index_or_nothing(const std::filesystem::path& file);
 
+// Whether a regular file of this user's is at `path` that is no archive, as a crash of the host may leave one.
+bool is_damaged_archive(const std::filesystem::path& path);
+
 // Throws IoError where no file can take the place of what is at `path`: a folder, a device, or a link to one.
 void require_replaceable(const std::string& path);
 
@@ -39,7 +43,7 @@ void require_replaceable(const std::string& path);
 void require_private_folder(const std::string& name, const std::filesystem::path& folder);
 
 // Removes what killed writers have left in the folder of `path`: what has a temporary name of `path`, and archives with
-// temporary names of others. What a writer has locked stays.
+// temporary names of others that were not written for an hour. What a writer has locked stays.
 void remove_left_overs(const std::filesystem::path& path);
 
 }  // namespace lockstep::checkpoint

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -135,9 +136,53 @@ TEST(OwnFiles, WhatAKilledWriterLeftGivesItsPlaceToTheNextSave) {
     write_archive((folder / name).string(), small_archive(700'000));
     const auto left = folder / (std::string(name) + ".safetensors.tmp." + kRandom);
     fs::rename(folder / (std::string(name) + ".safetensors"), left);
+    fs::last_write_time(left, fs::file_time_type::clock::now() - std::chrono::hours(2));
     EXPECT_NO_THROW(write_archive((folder / "ckpt").string(), small_archive(700'000))) << name;
     EXPECT_FALSE(fs::exists(left));
   }
+}
+
+// Another host's lock may not be seen here.
+TEST(OwnFiles, WhatAnotherPathsWriterWroteOfLateStays) {
+  const auto folder = fresh_folder("own_files", "of_late");
+  write_archive((folder / "another").string(), small_archive());
+  const auto left = folder / (std::string("another.safetensors.tmp.") + kRandom);
+  fs::rename(folder / "another.safetensors", left);
+  write_archive((folder / "ckpt").string(), small_archive());
+  EXPECT_TRUE(fs::exists(left));
+}
+
+// Two that write one path: the main file is the other's by the time that this one removes what is old.
+TEST(OwnFiles, TheRowsThatTheMainFileListsStay) {
+  const auto folder = fresh_folder("own_files", "two_writers");
+  const auto path = (folder / "ckpt").string();
+  fs::path kept;
+  RowsFolder mine(path);
+  {
+    RowsFolder other(path);
+    kept = other.folder() / "ps-0-of-1.safetensors";
+    write_archive(kept.string(), small_archive());
+    Archive main;
+    main.entries["rows/" + other.name() + "/ps-0-of-1.safetensors"] = "a[0:8]";
+    write_archive(path, main);
+    other.keep();
+  }
+  mine.keep();
+  EXPECT_TRUE(fs::exists(kept));
+  remove_rows(path);
+  EXPECT_TRUE(fs::exists(kept));
+}
+
+TEST(OwnFiles, ALiveWritersFolderAndLockStay) {
+  const auto folder = fresh_folder("own_files", "live");
+  const auto path = (folder / "ckpt").string();
+  const RowsFolder live(path);
+  write_archive((live.folder() / "ps-0-of-1").string(), small_archive());
+  write_archive(path, small_archive());
+  remove_rows(path);
+  remove_checkpoint(path);
+  EXPECT_TRUE(fs::exists(live.folder() / "ps-0-of-1.safetensors"));
+  EXPECT_TRUE(fs::exists(live.folder() / "save.lock"));
 }
 
 TEST(OwnFiles, NamesThatAreLikeTemporaryOnesStay) {

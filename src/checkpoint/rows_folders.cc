@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -52,12 +53,14 @@ std::vector<std::string> names_in(int folder) {
   return names;
 }
 
-// Whether a process that lives writes into the folder of a save. `path`: for messages.
-bool is_written(int folder, const fs::path& path) {
-  const auto lock = open_file(folder, kLock, O_RDWR);
+// Locks the folder of a save, so that no process begins to write there. False where one that lives writes there, or
+// may. `had_lock`: whether the lock's file was there before. A full disk has no place for that file.
+bool lock_save(int folder, const fs::path& path, bool had_lock, FileDescriptor& lock) {
+  constexpr mode_t kMode = 0644;
+  lock = FileDescriptor(::openat(folder, kLock, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, kMode));
+  if (!lock.open()) return !had_lock && (errno == ENOSPC || errno == EDQUOT);
   bool supported = true;
-  if (!lock.open()) return false;
-  return !try_lock(lock.get(), (path / kLock).string(), supported) || !supported;
+  return try_lock(lock.get(), (path / kLock).string(), supported) && (supported || !had_lock);
 }
 
 bool is_own_file(int folder, const std::string& name) {
@@ -74,9 +77,15 @@ bool remove_saves(int rows, const fs::path& path, const Names& kept, const Names
 // Removes the files that a save wrote, and then the folder, if nothing else is in it. False where it stays.
 bool remove_save(int rows, const fs::path& rows_path, const std::string& name) {
   const auto folder = open_folder(rows, name);
-  if (!folder.open() || is_written(folder.get(), rows_path / name)) return false;
-  bool is_ours = random_digits().size() == name.size();
-  for (const auto& file : names_in(folder.get())) {
+  if (!folder.open()) return false;
+  const auto files = names_in(folder.get());
+  const bool had_lock = std::find(files.begin(), files.end(), kLock) != files.end();
+  FileDescriptor lock;
+  if (!lock_save(folder.get(), rows_path / name, had_lock, lock)) return false;
+  const bool is_own_lock = is_own_file(folder.get(), kLock);
+  bool is_ours = name.size() == kRandomDigits || (had_lock && is_own_lock);
+  for (const auto& file : files) {
+    if (file == kLock) continue;  // the last
     if (const auto nested = open_folder(folder.get(), file); nested.open()) {
       if (!file.ends_with(".rows") || !remove_saves(nested.get(), rows_path / name / file, {}, {})) continue;
       ::unlinkat(folder.get(), file.c_str(), AT_REMOVEDIR);
@@ -85,6 +94,7 @@ bool remove_save(int rows, const fs::path& rows_path, const std::string& name) {
       is_ours = ::unlinkat(folder.get(), file.c_str(), 0) == 0 || is_ours;
     }
   }
+  if (is_own_lock) ::unlinkat(folder.get(), kLock, 0);
   if (!is_ours) return false;
   if (::unlinkat(rows, name.c_str(), AT_REMOVEDIR) == 0 || errno == ENOENT) return true;
   const auto why = errno == ENOTEMPTY ? "it has files that Lockstep did not write" : std::strerror(errno);
@@ -165,10 +175,13 @@ RowsFolder::~RowsFolder() {
 
 void RowsFolder::keep() {
   kept_ = true;
-  remove_saves_but(path_, {name_}, {});
+  // That of another writer, where it was the last to write the main file.
+  auto kept = listed_folders(path_).value_or(Names());
+  kept.insert(name_);
+  remove_saves_but(path_, kept, {});
 }
 
-void remove_rows(const std::string& path) { remove_saves_but(path, {}, {}); }
+void remove_rows(const std::string& path) { remove_saves_but(path, listed_folders(path).value_or(Names()), {}); }
 
 void remove_checkpoint(const std::string& path) {
   const auto listed = listed_folders(path);

@@ -40,7 +40,7 @@ class RowsFolder {
   const std::string& name() const { return name_; }  // in PATH.rows
   std::filesystem::path folder() const { return rows_folder(path_) / name_; }
 
-  // Once the main file lists what is in it: removes the folders of earlier saves.
+  // Once the main file lists what is in it: removes the folders of earlier saves, but what the main file lists.
   void keep();
 
  private:
