@@ -163,16 +163,29 @@ TEST(CheckpointFaults, TheLatestCheckpointIsTheLastWholeOne) {
   EXPECT_EQ(latest_checkpoint(folder.string()), (folder / "1").string());
 }
 
+TEST(CheckpointFaults, ADamagedSpareOfABackupIsPutAsideAndStopsNoRestart) {
+  for (const char* const name : {"backup-previous.safetensors", "backup-previous.safetensors.part"}) {
+    const auto folder = fresh_folder("checkpoint_faults", "spare");
+    std::ofstream(folder / name) << "half of it";
+    auto model = model_of_noise();
+    model.fit(noise(), {.verbose = 0, .callbacks = {BackupAndRestore(folder.string())}});
+    EXPECT_GT(model.iterations(), 0);
+    EXPECT_EQ(fs::file_size(folder / "backup-damaged.safetensors"), 10U);
+  }
+}
+
 TEST(CheckpointFaults, ABackupRefusesToReplaceAFileOfSomebodyElse) {
   for (const char* const name : {"backup-previous.safetensors", "backup-previous.safetensors.part"}) {
     const auto folder = fresh_folder("checkpoint_faults", "in_the_way");
-    std::ofstream(folder / name) << "of somebody";
+    std::ofstream(folder / "victim") << "of somebody";
+    fs::create_symlink("victim", folder / name);
     auto model = model_of_noise();
     expect_says(message_of<IoError>(
                     [&] { model.fit(noise(), {.verbose = 0, .callbacks = {BackupAndRestore(folder.string())}}); }),
                 "no file that Lockstep wrote");
     EXPECT_EQ(model.iterations(), 0);
-    EXPECT_EQ(fs::file_size(folder / name), 11U);
+    EXPECT_TRUE(fs::is_symlink(folder / name));
+    EXPECT_EQ(fs::file_size(folder / "victim"), 11U);
   }
 }
 

@@ -55,6 +55,14 @@ std::string place_for_damaged(const std::string& folder) {
   }
 }
 
+// What a crash of the host has damaged and no load needs.
+void put_aside(const std::string& folder, const std::string& spare) {
+  const auto damaged = place_for_damaged(folder);
+  checkpoint::rename_file(spare, damaged);
+  log_warning(
+      text("BackupAndRestore: ", spare, " is no file that Lockstep wrote, or was damaged: it is ", damaged, " now"));
+}
+
 // Saves, also where the chief is lost meanwhile: then the next one does. Returns why that cannot be done; else empty.
 std::string saved_or_why(const Model& model, const char* callback, const std::function<void()>& save) {
   std::string problem;
@@ -238,6 +246,7 @@ void BackupAndRestore::on_train_begin() {
     lock_ = std::make_shared<FolderLock>(folder_, "backup.lock", Deadline::after(kForOneThatEnds));
     checkpoint::remove_left_overs(checkpoint::absolute_path(file_));
     for (const auto& place : {previous_, previous_ + kPart, file_ + kPart}) {
+      if (checkpoint::is_damaged_archive(place)) put_aside(folder_, place);
       checkpoint::require_own_archive_or_nothing(place);
     }
     if (done_here) {  // left by an earlier fit of this program
