@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
@@ -12,6 +13,7 @@
 
 #include "base/text.h"
 #include "tests/processes/run_command.h"
+#include "tests/small_disk.h"
 
 namespace lockstep {
 namespace {
@@ -314,10 +316,15 @@ TEST(Launch, BadInputIsNamed) {
   expect_has(output({"--part"}), "no other launcher says what to run here");
 }
 
-// A log file that can take no more: the job goes on, says so, and does not end as if all were well.
+// A log file that can take no more, since its disk is full: the job goes on, says so, and does not end as if all were
+// well.
 TEST(Launch, AFullDiskUnderTheLogsIsSaid) {
-  const auto folder = fresh_folder("full");
-  std::filesystem::create_symlink("/dev/full", folder + "/rank-1.log");
+  const auto folder = fresh_folder("full"), small = fresh_folder("full_disk"), log = folder + "/rank-1.log";
+  const SmallDisk disk(small);
+  for (const auto& file : {small + "/log", log}) std::ofstream(file).flush();
+  disk.fill();
+  ASSERT_EQ(mount((small + "/log").c_str(), log.c_str(), nullptr, MS_BIND, nullptr), 0);
+  const std::shared_ptr<void> unmounted(nullptr, [&](void*) { umount2(log.c_str(), MNT_DETACH); });
   auto job = run({"-n", "2", "--log-dir", folder, "--restarts", "3"}, "echo a line; echo another");
   const auto& output = job.wait_for_end(kSoon);
   EXPECT_EQ(exit_status(job), 74);
