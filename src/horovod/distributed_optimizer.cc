@@ -117,10 +117,10 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     auto mine = Announcement::of(text("a step of DistributedOptimizer ", number));
     mine.kind = Announcement::Kind::gradients;
     mine.optimizer = number;
-    if (!compared) mine.own = static_cast<std::int64_t>(hash_of_values());
+    if (!compared) mine.own = static_cast<std::int64_t>(hash_of_values() | 1);  // never 0
     session->run([&] {
-      const auto all = session->negotiate(mine);
-      if (!std::exchange(compared, true)) compare_values(all);
+      compare_values(session->negotiate(mine));
+      compared = true;
     });
     met = true;
   }
@@ -131,11 +131,12 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     return hash;
   }
 
-  // Before the first step: from other values the ranks would train apart.
+  // Before the first step: from other values the ranks would train apart. A rank that had joined then makes its first
+  // step later, when others have compared. All look at the same announcements, so that all throw or none.
   static void compare_values(const std::vector<Announcement>& all) {
     const Announcement* first = nullptr;
     for (const auto& each : all) {
-      if (each.kind != Announcement::Kind::gradients) continue;  // a rank that has joined
+      if (each.kind != Announcement::Kind::gradients || each.own == 0) continue;  // joined, or compared before
       if (first == nullptr) first = &each;
       if (each.own == first->own) continue;
       throw InvalidArgument(text(kName, ": the ranks begin with other values of its parameters: those of rank ",
@@ -156,7 +157,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
   std::int64_t number = 0;
   int passes = 0;                     // backwards since gradients were last reduced
   bool met = false;                   // whether gradients were reduced since the last step
-  bool compared = false;              // whether the ranks began with equal values
+  bool compared = false;              // whether this rank has told its first values
   std::shared_ptr<void> regroups;     // while it lives, of an elastic job, there may be another session
   collective::ProgressThread shadow;  // takes part in the others' passes once this rank has joined
 };

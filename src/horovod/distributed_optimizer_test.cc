@@ -306,6 +306,39 @@ TEST(Horovod, RanksThatBeginWithOtherValuesAreNamed) {
   });
 }
 
+TEST(Horovod, ARankWithoutAStepInTheFirstEpochStepsInTheSecond) {
+  on_ranks(3, [](int rank) {
+    auto weight = at::zeros({2}, at::kDouble).requires_grad_();
+    torch::optim::SGD sgd({weight}, 1);
+    hvd::DistributedOptimizer optimizer(sgd);
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      if (epoch == 1 || rank != 1) {
+        optimizer.zero_grad();
+        (weight * (rank + 1)).sum().backward();
+        optimizer.step();
+      }
+      hvd::join();
+      if (rank == 1 && epoch == 0) weight.detach().fill_(-2);  // as a broadcast does
+    }
+    expect_equal(weight.detach(), at::full({2}, -4, at::kDouble));
+  });
+}
+
+// Nobody waits for a rank that has thrown.
+TEST(Horovod, RanksThatStartLaterCompareAmongThemselves) {
+  on_ranks(4, [](int rank) {
+    auto weight = at::full({2}, rank, at::kDouble);
+    if (rank < 2) weight.zero_();
+    weight.requires_grad_();
+    torch::optim::SGD sgd({weight}, 0.1);
+    hvd::DistributedOptimizer optimizer(sgd);
+    if (rank < 2) weight.sum().backward();
+    hvd::join();
+    if (rank < 2) optimizer.step();
+    expect_says(message_of<InvalidArgument>([&] { weight.sum().backward(); }), "those of rank 2 have the hash ");
+  });
+}
+
 TEST(Horovod, OptimizersThatDifferAreNamed) {
   on_ranks(2, [](int rank) {
     torch::nn::Linear net(3, 2 + rank);

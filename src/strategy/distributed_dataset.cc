@@ -164,7 +164,8 @@ std::optional<PerReplica<Part>> DistributedIterator::next_parts_of(int part, int
   return split(*current_, {replicas_.devices, part, parts});
 }
 
-PerReplica<Part> DistributedIterator::parts_of_last(int part, int parts) const {
+std::optional<PerReplica<Part>> DistributedIterator::parts_of_last(int part, int parts) const {
+  if (!current_) return std::nullopt;
   return split(*current_, {replicas_.devices, part, parts});
 }
 

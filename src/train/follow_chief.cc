@@ -24,7 +24,9 @@ class Batches {
   // Each replica's part of part `part` of `parts` of a batch; nothing behind the last. Cheap where places ascend.
   std::optional<PerReplica<internal::Part>> at(Position position, int part, int parts) {
     const bool same_epoch = iterator_ && iterator_->position().epoch == position.epoch;
-    if (same_epoch && iterator_->position().index == position.index + 1) return iterator_->parts_of_last(part, parts);
+    if (same_epoch && iterator_->position().index == position.index + 1) {
+      if (auto read = iterator_->parts_of_last(part, parts)) return read;
+    }
     if (!same_epoch || iterator_->position().index > position.index) iterator_.emplace(data_.iterate(position));
     while (iterator_->position().index < position.index) {
       if (!iterator_->skip()) return std::nullopt;

@@ -60,8 +60,8 @@ class DistributedIterator {
   std::optional<PerReplica<internal::Part>> next_parts_of(int part, int parts);
   bool skip();
 
-  // Part `part` of `parts` of the element that was read last.
-  PerReplica<internal::Part> parts_of_last(int part, int parts) const;
+  // Part `part` of `parts` of the element that was read last; nothing where none was, as after iterate(position).
+  std::optional<PerReplica<internal::Part>> parts_of_last(int part, int parts) const;
 
   // Its index counts the steps that `next` has returned; with one_a_worker the elements in them.
   Position position() const { return position_; }
