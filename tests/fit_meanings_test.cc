@@ -257,6 +257,18 @@ TEST(Labels, OfAnotherKindAreRefused) {
   }
 }
 
+// Probabilities that were computed are rounded.
+TEST(Labels, AreSharesUpToARounding) {
+  const auto outputs = at::full({2, 2}, 0.5);
+  for (const char* name : {"binary_crossentropy", "categorical_crossentropy"}) {
+    const auto loss_of = [&](double label) { return Loss(name)(at::full({2, 2}, label), outputs); };
+    EXPECT_NO_THROW(loss_of(1 + 1e-4));
+    EXPECT_NO_THROW(loss_of(-1e-4));
+    for (const double label : {1.01, -0.01, HUGE_VAL, -HUGE_VAL, kNaN})
+      expect_says(message_of<InvalidArgument>([&] { loss_of(label); }), "a label is ");
+  }
+}
+
 TEST(Reduce, ValuesOfOtherShapesAreRefused) {
   const MirroredStrategy strategy(2);
   const auto parts = [&](std::int64_t a, std::int64_t b) { return PerReplica<Tensor>({at::ones({a}), at::ones({b})}); };
@@ -298,7 +310,30 @@ TEST(Reading, ASourceThatCanBeReadOnceLosesNothing) {
     third.compile({.loss = "mse"});
     third.fit(once(at).batch(10).prefetch(2), {.verbose = 0, .class_weight = {{0, 1}}});
     EXPECT_EQ(third.iterations(), 4);
+    at = 0;
+    const auto ones = Dataset::from_tensor_slices(at::ones({4, 3}), at::ones({4, 1})).batch(4);
+    const auto logs = third.fit(ones, {.verbose = 0, .validation_data = once(at).batch(10)});
+    at = 0;
+    EXPECT_NEAR(logs["val_loss"].at(0), third.evaluate(once(at).batch(10))["loss"], 1e-4 * logs["val_loss"].at(0));
   }
+}
+
+// Some layers take an example for a batch; a module of the user's own may take both.
+TEST(Reading, DataWithoutBatchesAreRefusedForLayersAlone) {
+  const auto whole = Dataset::from_tensor_slices(at::ones({4, 3}), at::ones({4, 3}));
+  Sequential layers({Dense(3)});
+  layers.compile({.loss = "mse"});
+  layers.fit(whole.batch(4), {.verbose = 0});
+  expect_says(message_of<InvalidArgument>([&] { layers.evaluate(whole); }), "call batch() on the data set first");
+  struct Own : torch::nn::Module {
+    Own() { weight = register_parameter("weight", at::ones({3})); }
+    Tensor forward(const Tensor& x) { return weight * x; }
+    Tensor weight;
+  };
+  Model own([] { return std::make_shared<Own>(); });
+  own.compile({.loss = "mse"});
+  own.fit(whole.batch(4), {.verbose = 0});
+  EXPECT_EQ(own.evaluate(whole)["loss"], own.evaluate(whole.batch(4))["loss"]);
 }
 
 // --- what is missing, empty or too much

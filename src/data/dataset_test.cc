@@ -294,6 +294,19 @@ TEST(Dataset, KeepingFirstReadsNothingTwiceAndMovesNothing) {
   EXPECT_FALSE(plain.take(0).keeping_first().first());
 }
 
+TEST(Dataset, KeepingFirstForgetsItInAnotherEpoch) {
+  const auto held = std::make_shared<int>(0);
+  const auto data = Dataset::from_generator([held]() -> Dataset::Generator {
+    return [copy = held, n = 0]() mutable { return n++ < 3 ? std::optional(Example{at::ones({1})}) : std::nullopt; };
+  });
+  const auto kept = data.keeping_first();
+  const auto before = held.use_count();
+  ASSERT_TRUE(kept.first(0));
+  EXPECT_GT(held.use_count(), before);
+  while (kept.iterate({.epoch = 1}).next()) break;
+  EXPECT_EQ(held.use_count(), before);
+}
+
 TEST(Dataset, AHugeBatchTakesNoMoreThanThereIs) {
   EXPECT_EQ(Dataset::from_tensor_slices(at::zeros({6, 3})).batch(std::int64_t{1} << 60).iterate().next()->size(), 6);
 }

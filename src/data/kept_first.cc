@@ -58,7 +58,10 @@ class KeptFirstStage final : public StageOver<KeptFirstStage> {
 
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     const std::lock_guard lock(state_->mutex);
-    if (!state_->begun || state_->begun->epoch != epoch) return input_->open(epoch);
+    if (!state_->begun || state_->begun->epoch != epoch) {
+      state_->begun.reset();  // which may hold a shuffle's buffer, and comes no more
+      return input_->open(epoch);
+    }
     return std::make_unique<KeptFirstCursor>(*std::exchange(state_->begun, std::nullopt), input_);
   }
 

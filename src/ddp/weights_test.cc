@@ -224,6 +224,24 @@ TEST(Ddp, WithoutWeightsEveryBackwardCountsTheSameHoweverItsForwardWasCalled) {
   });
 }
 
+TEST(Ddp, WhatWasToldHoldsForAnotherBackwardOfTheSameGraph) {
+  collective::on_ranks(2, [](const Group& group) {
+    for (const bool weighs : {false, true}) {
+      auto net = std::make_shared<Scale>();
+      DistributedDataParallel ddp(net, group, {.weigh_by_examples = weighs});
+      const bool first = group.rank() == 0;
+      const auto x = batch_of(first ? 6 : 2, first ? 1 : 5);
+      const double told = first ? 3 : 0;  // 0 is a number too
+      // Of 8 examples that forwards recorded, or of none, beside those that were told.
+      const double expected = weighs ? (9 * 1 + 2 * 5) / 11.0 : 1;
+      const auto loss = ddp(x).mean();
+      ddp.add_examples(told);
+      for (const bool keep : {true, true, false}) EXPECT_NEAR(gradient_after(net, loss, keep), expected, 1e-12);
+      EXPECT_NEAR(gradient_after(net, ddp(x).mean()), weighs ? 16 / 8.0 : 3, 1e-12);  // of another graph
+    }
+  });
+}
+
 struct Hidden {
   Tensor x;
 };

@@ -19,6 +19,9 @@ namespace {
 // Older forwards are forgotten: a backward of theirs is refused.
 constexpr std::size_t kMostForwards = 1 << 16;
 
+// Sets of parameters that are remembered.
+constexpr std::size_t kMostParameters = 8;
+
 // Autograd's number of every node that accumulates a parameter's gradient.
 constexpr std::uint64_t kAccumulator = std::numeric_limits<std::uint64_t>::max();
 
@@ -69,20 +72,30 @@ BackwardWeights::Found BackwardWeights::look_through(int backward) {
   return found;
 }
 
+// Whether these parameters were not among the last ones. Several: losses may take turns, as in adversarial training.
+bool BackwardWeights::are_other_parameters(std::uint64_t hash) {
+  if (std::find(parameters_.begin(), parameters_.end(), hash) != parameters_.end()) return false;
+  if (parameters_.size() == kMostParameters) parameters_.pop_front();
+  parameters_.push_back(hash);
+  return true;
+}
+
 double BackwardWeights::of_this_backward() {
+  if (!options_.from_forwards && !options_.on_other_parameters && !told_ && !last_told_) return 1;
   const auto found = look_through(torch::autograd::get_current_graph_task_id());
-  if (std::exchange(parameters_, found.parameters) != found.parameters && options_.on_other_parameters) {
-    options_.on_other_parameters();
-  }
-  const auto told = std::exchange(told_, std::nullopt);
-  if (!options_.from_forwards) return told.value_or(1);
-  if (told) {
+  if (options_.on_other_parameters && are_other_parameters(found.parameters)) options_.on_other_parameters();
+  bool is_told = last_told_ && found.newest != 0 && found.newest == told_newest_;  // another backward of that graph
+  if (told_) {
+    last_told_ = std::exchange(told_, std::nullopt);
+    told_newest_ = found.newest;
     told_until_ = next_node();
-    return last_told_ = *told + found.examples;
+    is_told = true;
   }
+  if (!options_.from_forwards) return is_told ? *last_told_ : 1;
+  if (is_told) return *last_told_ + found.examples;
   if (found.any && !found.unknown) return found.examples;
   // Another backward of what was there when examples were told.
-  if (found.newest < told_until_) return last_told_;
+  if (last_told_ && found.newest < told_until_) return *last_told_ + found.examples;
   const auto& [caller, object, from_forwards, on_other] = options_;
   if (found.any) {
     throw InvalidArgument(text(caller,

@@ -20,7 +20,7 @@ class BackwardWeights {
     // Else every backward has the weight 1, unless `add` told another.
     bool from_forwards = false;
 
-    // Called in a backward that reaches other parameters than the one before.
+    // Called in a backward that reaches other parameters than the last ones did.
     std::function<void()> on_other_parameters = {};
   };
   explicit BackwardWeights(Options options) : options_(std::move(options)) {}
@@ -52,13 +52,15 @@ class BackwardWeights {
 
   Forward* forward_of(std::uint64_t node);
   Found look_through(int backward);
+  bool are_other_parameters(std::uint64_t hash);
 
   const Options options_;
   std::deque<Forward> forwards_;  // by ascending numbers
   std::optional<double> told_;
-  std::uint64_t told_until_ = 0;  // the node that came next when what `add` told was last used
-  double last_told_ = 1;
-  std::uint64_t parameters_ = 0;  // of the last backward
+  std::optional<double> last_told_;       // what `add` told, and a backward used
+  std::uint64_t told_newest_ = 0;         // the newest node of that backward's graph
+  std::uint64_t told_until_ = 0;          // the node that came next then
+  std::deque<std::uint64_t> parameters_;  // hashes of what the last backwards reached
 };
 
 }  // namespace lockstep::gradient

@@ -35,7 +35,10 @@ class HookTable {
  public:
   void add(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook) {
     MutexLock lock(mutex_);
-    std::erase_if(table_, [](const auto& entry) { return entry.second.storage.expired(); });
+    if (table_.size() >= purge_at_) {
+      std::erase_if(table_, [](const auto& entry) { return entry.second.storage.expired(); });
+      purge_at_ = 2 * std::max(table_.size(), kLeast);
+    }
     const auto& storage = parameter.storage();
     auto [entry, is_new] = table_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
     entry->second.by_offset[parameter.storage_offset()].push_back(std::move(hook));
@@ -58,8 +61,11 @@ class HookTable {
     std::map<std::int64_t, Hooks> by_offset;
   };
 
+  static constexpr std::size_t kLeast = 32;
+
   Mutex mutex_;
   std::unordered_map<const c10::StorageImpl*, Entry> table_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::size_t purge_at_ LOCKSTEP_GUARDED_BY(mutex_) = 2 * kLeast;  // entries: temporaries come with every step
 };
 
 HookTable& table() {

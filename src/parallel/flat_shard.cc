@@ -171,13 +171,15 @@ void FlatShard::start_gather() {
   gathering_ = ranks_.group().start(std::move(call), ranks_.deadline());
 }
 
+void FlatShard::check_unchanged() const {
+  if (!is_gathered_ || version() == gathered_version_) return;
+  throw Error(text("fully_shard: the shards of \"", names_[0],
+                   "\" have changed since its values were gathered, which are old: call what fully_shard returned, "
+                   "sharded(x) instead of sharded->forward(x), or release() before the forward"));
+}
+
 void FlatShard::finish_gather() {
-  if (is_gathered_) {
-    if (version() == gathered_version_) return;
-    throw Error(text("fully_shard: the shards of \"", names_[0],
-                     "\" have changed since its values were gathered, which are old: call what fully_shard returned, "
-                     "sharded(x) instead of sharded->forward(x), or release() before the forward"));
-  }
+  if (is_gathered_) return;
   if (gathering_) {
     std::exchange(gathering_, std::nullopt)->wait();
   } else {

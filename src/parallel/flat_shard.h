@@ -51,10 +51,13 @@ class FlatShard {
   };
   Range own_range(std::size_t i) const;
 
-  // Collective. Begins, and ends, to gather the values; `finish` begins too where `start` was not called. Throws Error
-  // where the values are there, and shards have changed since.
+  // Collective. Begins, and ends, to gather the values; `finish` begins too where `start` was not called.
   void start_gather();
   void finish_gather();
+
+  // Throws Error where the values are there, and shards have changed since. Looks at each shard.
+  void check_unchanged() const;
+
   void release();
   void abandon_gather();  // after a rank was lost: also one that failed
 

@@ -228,6 +228,7 @@ void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
 }
 
 void ShardedUnits::use(std::size_t index, std::uint64_t call) {
+  const auto uses = uses_.size();
   if (call != call_) {
     const bool may_release = options_.reshard_after_forward || ops::in_backward();
     for (const auto before : current_) {
@@ -243,6 +244,8 @@ void ShardedUnits::use(std::size_t index, std::uint64_t call) {
   }
   for (const auto& flat : units_[index]->flat) {
     if (at::GradMode::is_enabled()) flat->check_frozen();
+    // Each operator of a backward would look at all shards: there once is enough.
+    if (uses_.size() > uses || !ops::in_backward()) flat->check_unchanged();
     flat->finish_gather();
   }
   if (options_.prefetch) prefetch();

@@ -5,6 +5,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <unordered_map>
 
 #include "base/hash.h"
 #include "base/text.h"
@@ -78,6 +79,17 @@ void check_equal_shapes(const PerReplica<Tensor>& values) {
   }
 }
 
+// Naming a purpose makes a text and takes a lock: once for each shape.
+Purpose reduction_of(at::IntArrayRef sizes) {
+  constexpr std::size_t kMostKept = 256;
+  thread_local std::unordered_map<std::uint64_t, Purpose> named;
+  std::uint64_t shape = 0;
+  for (const auto size : sizes) shape = mix(shape, size);
+  if (const auto found = named.find(shape); found != named.end()) return found->second;
+  if (named.size() == kMostKept) named.clear();
+  return named.emplace(shape, Purpose(text("Strategy::reduce of ", sizes))).first->second;
+}
+
 }  // namespace
 
 StrategyScope::StrategyScope(std::shared_ptr<StrategyImpl> strategy)
@@ -108,7 +120,7 @@ Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
   if (workers.size() == 1) return here;
   const auto result = here.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true).contiguous();
   auto call = Call::all_reduce(buffer_of(result), op);
-  call.purpose = Purpose(text("Strategy::reduce of ", here.sizes()));
+  call.purpose = reduction_of(here.sizes());
   workers.group().run(call, workers.deadline());
   return result.to(here.device());
 }

@@ -157,7 +157,8 @@ class Fit {
     impl_.build_for(data_, "fit");
     impl_.follow_requires_grad();
     impl_.require_trainable();
-    train::require_validation_data(options_, unwrap(impl_.strategy).local_replicas());
+    if (options_.validation_data) validation_data_ = options_.validation_data->keeping_first();
+    train::require_validation_data(validation_data_, options_, unwrap(impl_.strategy).local_replicas());
     impl_.tracker->reset();
     train::warn_of_copies(impl_);
   }
@@ -187,7 +188,7 @@ class Fit {
     const int epoch = progress().epoch;
     model_.module().train();
     each([&](Callback& callback) { callback.on_epoch_begin(epoch); });
-    impl_.follow_requires_grad();  // which a callback may have changed
+    follow_requires_grad();
     steps_->begin_epoch();
     if (stopping()) steps_->stop();
     while (steps_->next([this] { return signals_.received() != 0; })) run_batch();
@@ -293,6 +294,16 @@ class Fit {
     impl_.stopping = impl_.agreed_to_stop = impl_.out_of_data = true;
   }
 
+  // A callback may have changed it.
+  void follow_requires_grad() {
+    const auto before = impl_.frozen;
+    impl_.follow_requires_grad();
+    if (impl_.servers() == nullptr || impl_.frozen == before) return;
+    throw InvalidArgument(
+        "fit: a callback changed which parameters require gradients. With parameter servers that holds for a whole "
+        "fit, as the workers were told when it began: change it before fit, and on all processes");
+  }
+
   void finish_epoch(int epoch) {
     auto logs = impl_.tracker->logs();
     steps_->add_to(logs);
@@ -324,7 +335,7 @@ class Fit {
     each([](Callback& callback) { callback.on_test_begin(); });
     Logs logs;
     const auto evaluate = [&] {
-      logs = model_.evaluate(*options_.validation_data, {.steps = options_.validation_steps});
+      logs = model_.evaluate(*validation_data_, {.steps = options_.validation_steps});
       std::vector<double> values;
       for (const auto& [name, value] : logs) values.push_back(value);
       return values;
@@ -355,6 +366,7 @@ class Fit {
   ModelImpl& impl_;
   const FitOptions& options_;
   const Dataset data_;
+  std::optional<Dataset> validation_data_;  // whose first element is kept
   train::SignalGuard signals_;
   train::FitWorker worker_;
   train::Recovery recovery_;

@@ -101,10 +101,11 @@ void check_fit_options(const Dataset& data, const FitOptions& options) {
   require(options.verbose >= -1 && options.verbose <= 2, "verbose", options.verbose, "-1 (automatic), 0, 1 or 2");
 }
 
-void require_validation_data(const FitOptions& options, const internal::LocalReplicas& replicas) {
+void require_validation_data(const std::optional<Dataset>& kept, const FitOptions& options,
+                             const internal::LocalReplicas& replicas) {
   const bool validates = options.epochs / options.validation_freq > options.initial_epoch / options.validation_freq;
-  if (!validates || !options.validation_data) return;
-  const auto& data = *options.validation_data;
+  if (!validates || !kept) return;
+  const auto& data = *kept;
   const auto batches = data.cardinality();
   if (batches > 0 || batches == Dataset::kInfinite) return;
   const bool others_have_more = replicas.workers.size() > 1 && data.options().auto_shard_policy == AutoShardPolicy::off;

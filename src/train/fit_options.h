@@ -1,6 +1,7 @@
 // Checks of fit's options, and what they change in the data.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "lockstep/train/model.h"
@@ -10,9 +11,10 @@ namespace lockstep::train {
 // Throws InvalidArgument naming an option that no correct program passes.
 void check_fit_options(const Dataset& data, const FitOptions& options);
 
-// Throws InvalidArgument where the fit validates and validation_data have no batch. Reads the first one where their
-// number is not known.
-void require_validation_data(const FitOptions& options, const internal::LocalReplicas& replicas);
+// Throws InvalidArgument where the fit validates and `kept`, its validation_data with their first element kept, have no
+// batch. Reads the first one where their number is not known.
+void require_validation_data(const std::optional<Dataset>& kept, const FitOptions& options,
+                             const internal::LocalReplicas& replicas);
 
 // What all processes that make the same steps must have in common, a line each: the options' numbers, and the first
 // batch, or where processes read their own, its shape.

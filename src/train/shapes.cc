@@ -59,7 +59,8 @@ void require_sample_weights(const Tensor& weight) {
 
 Tensor shares_like_prediction(const char* what, const Tensor& y_true, const Tensor& y_pred) {
   auto labels = like_prediction(what, y_true, y_pred);
-  const auto bad = first_not(labels, [](double value) { return value >= 0 && value <= 1; });
+  constexpr double kRounding = 1e-3;  // of probabilities that were computed, perhaps in 16 bits
+  const auto bad = first_not(labels, [](double value) { return value >= -kRounding && value <= 1 + kRounding; });
   if (bad) throw InvalidArgument(text(what, ": a label is ", *bad, "; labels are 0 or 1, or between them"));
   return labels;
 }

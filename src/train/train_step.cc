@@ -62,7 +62,8 @@ void ModelImpl::require_gradient(const Tensor& loss) {
 }
 
 Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const {
-  if (part.x.dim() + 1 == static_cast<std::int64_t>(built_for.size())) {  // some layers would take it for a batch
+  // Some layers would take an example for a batch. A module of the user's own may take both.
+  if (!layers.empty() && part.x.dim() + 1 == static_cast<std::int64_t>(built_for.size())) {
     throw InvalidArgument(text("the model cannot take ", batch_named(part),
                                ": it was built for batches of shape [batch, ",
                                join(at::IntArrayRef(built_for).slice(1)), "]; call batch() on the data set first"));

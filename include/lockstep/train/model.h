@@ -150,10 +150,10 @@ class Model {
 
   // Replica 0's own module, as the factory made it: for torch::save, for a forward of your own (call eval() on it
   // before, and train() after it), or to read its members. All replicas have the same parameters; change them by fit,
-  // or by load_weights. Its requires_grad holds for all replicas from the next epoch or train_on_batch on; compile
-  // again where a parameter is to be trained that was frozen then. Buffers, such as BatchNorm's running statistics, are
-  // replica 0's own: evaluate, predict and save_weights use their mean over the replicas, by the examples that each has
-  // seen. Throws InvalidArgument where it is not an M.
+  // or by load_weights. Its requires_grad holds for all replicas from the next epoch (with parameter servers: fit) or
+  // train_on_batch on; compile again where a parameter is to be trained that was frozen then. Buffers, such as those of
+  // BatchNorm, are replica 0's own: evaluate, predict and save_weights use the replicas' mean, by the examples that
+  // each has seen. Throws InvalidArgument where it is not an M.
   template <class M>
   std::shared_ptr<M> module() const {
     auto found = std::dynamic_pointer_cast<M>(first_module());
