@@ -9,9 +9,9 @@
 namespace lockstep::gradient {
 
 // Calls `function` each time that a backward has accumulated the parameter's gradient, in the thread of that backward
-// (PyTorch's Tensor.register_post_accumulate_grad_hook). LibTorch keeps one such hook for each parameter. Whoever makes
-// this one looks first whether there is another, as GradientReducer does, which would be lost. A hook that replaced
-// this one stays when this object is destroyed. Construct and destroy it only while no backward of the parameter runs.
+// (PyTorch's Tensor.register_post_accumulate_grad_hook). LibTorch keeps one such hook for each parameter: a later one
+// replaces this one, and this object's destructor then leaves it alone. Construct and destroy it only while no backward
+// of the parameter runs.
 class PostAccumulateHook {
  public:
   PostAccumulateHook(at::Tensor parameter, std::function<void()> function);
