@@ -316,8 +316,7 @@ TEST(Launch, BadInputIsNamed) {
   expect_has(output({"--part"}), "no other launcher says what to run here");
 }
 
-// A log file that can take no more, since its disk is full: the job goes on, says so, and does not end as if all were
-// well.
+// Where a log can take no more the job goes on, says so, and does not end as if all were well.
 TEST(Launch, AFullDiskUnderTheLogsIsSaid) {
   const auto folder = fresh_folder("full"), small = fresh_folder("full_disk"), log = folder + "/rank-1.log";
   const SmallDisk disk(small);
