@@ -19,7 +19,7 @@
 #include <variant>
 #include <vector>
 
-// What an option sets. Its value before parse is the default. It must outlive parse.
+// An option sets this variable, whose value before parse is the default. The variable must outlive parse.
 using OptionTarget = std::variant<bool*, int*, unsigned*, std::int64_t*, std::uint64_t*, double*, std::string*,
                                   std::vector<std::string>*>;
 
@@ -124,7 +124,7 @@ class Arguments {
   Option& flag(std::string name, bool& target, std::string text = "") {
     return option(std::move(name), target, std::move(text));
   }
-  // What stands between options, in its order.
+  // Arguments between the options, in their order.
   Option& words(std::string name, std::vector<std::string>& target, std::string text = "") {
     return option(std::move(name), target, std::move(text));
   }

@@ -111,7 +111,7 @@ TEST(DamagedFiles, LatestCheckpointTakesNoneWithDamagedRows) {
   }
 }
 
-// What a damaged header says is read or refused, never more.
+// A damaged header is read or refused, and nothing beyond it is believed.
 TEST(DamagedFiles, AlteredHeadersWithoutAChecksumAreReadOrRefused) {
   const auto file = fresh_folder("damaged_files", "headers") / "file.safetensors";
   const std::string header =

@@ -35,7 +35,7 @@ namespace lockstep::checkpoint {
 // that file. Where the file system has no locks, sets `supported` to false and returns true.
 bool try_lock(int descriptor, const std::string& path, bool& supported);
 
-// Whether the open file is one that a FolderLock made: empty, or with the words of a holder.
+// True where a FolderLock made the open file: the file is empty, or has the words of a holder.
 bool is_own_lock(int descriptor);
 
 }  // namespace lockstep::checkpoint

@@ -30,7 +30,7 @@ FileDescriptor open_unfollowed(const fs::path& path, int flags) {
   return FileDescriptor(::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
 }
 
-// Whether the file is a writer's left-over, by its name. `own`: the name of the file that is written now.
+// True where the file's name is that of a writer's left-over. `own`: the name of the file that is written now.
 bool may_be_left_over(const std::string& name, const std::string& own) {
   const auto at = name.rfind(kTemporary);
   if (at == std::string::npos) return false;

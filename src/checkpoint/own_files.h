@@ -15,7 +15,7 @@ inline constexpr std::size_t kRandomDigits = 16;
 std::string random_digits();
 bool has_random_form(const std::string& name);
 
-// Whether the open file is a regular file that begins as those of write_archive do. Reads the header.
+// True where the open file is regular and begins as those of write_archive do. Reads the header.
 bool is_own_archive(int descriptor);
 bool is_own_archive(const std::filesystem::path& path);  // false also for a symbolic link, and where there is nothing
 

@@ -1,4 +1,4 @@
-// What a save removes, and what it leaves: files and folders of others.
+// A save removes files of Lockstep's, and leaves files and folders of others.
 #include "checkpoint/own_files.h"
 
 #include <gtest/gtest.h>

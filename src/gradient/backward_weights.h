@@ -25,7 +25,7 @@ class BackwardWeights {
   };
   explicit BackwardWeights(Options options) : options_(std::move(options)) {}
 
-  // What the next node will be numbered.
+  // The number of the next node.
   static std::uint64_t next_node();
 
   // A forward made the nodes [begin, now). `examples`: of its inputs, where they tell.

@@ -11,7 +11,7 @@
 
 namespace lockstep::grpc_service {
 
-// What both ends say first.
+// Both ends say this first.
 transport::Greeting calls_greeting();
 
 // Connects once. Null where nobody answers at the address and proves that it belongs to the job; `problem` then says

@@ -9,7 +9,7 @@
 namespace lockstep::ops {
 namespace {
 
-// Whether the user chose a number: by a variable, or by set_num_threads since the library was loaded.
+// Knows if the user chose a number: by a variable, or by set_num_threads since the library was loaded.
 class UsersChoice {
  public:
   bool made() const {

@@ -32,7 +32,7 @@ class WatchingHook final : public torch::autograd::FunctionPreHook {
   Watch watch_;
 };
 
-// Whether there are hooks that may keep or change the leaf's gradient.
+// True where a hook may keep or change the leaf's gradient.
 inline bool may_keep_gradient(const at::Tensor& leaf) {
   const auto& hooks = torch::autograd::impl::hooks(leaf);
   return std::any_of(hooks.begin(), hooks.end(),

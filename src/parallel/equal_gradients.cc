@@ -16,7 +16,7 @@
 namespace lockstep::parallel {
 namespace {
 
-// Of the norm: ranks that compute the same from the same differ by rounding at most.
+// A share of the norm: ranks that compute the same from equal values differ by rounding at most.
 constexpr double kTolerance = 1e-2;
 
 std::array<double, 2> norm_and_sum(const Tensor& gradient) {

@@ -18,7 +18,7 @@ using ops::ArgumentPlace;
 using ops::OperatorCall;
 using Names = std::unordered_set<std::string_view>;
 
-// Of LibTorch's operators; those that others register may be called the same.
+// Names are of LibTorch's operators: an operator of somebody else may have an equal name.
 bool has(const Names& names, const OperatorCall& call) {
   constexpr std::string_view kLibTorch = "aten::";
   const std::string_view name = call.name();

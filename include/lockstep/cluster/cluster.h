@@ -28,7 +28,7 @@ struct Cluster {
   std::map<std::string, int> tasks = {};
   std::map<std::string, std::vector<std::string>> jobs = {};
 
-  // What the variables ask for and this process does not do, for a warning; empty: nothing.
+  // A warning: the variables ask for something that this process does not do. Empty: none.
   std::string warning = {};
 };
 

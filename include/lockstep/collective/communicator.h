@@ -47,7 +47,7 @@ class Communicator {
   // The same ranks, now and later, with another timeout.
   Communicator with_timeout(double seconds) const;
 
-  // The same ranks, now and later, whose own calls below are for `purpose`, which `purpose()` returns.
+  // A handle of these ranks, now and later. Its calls below are for `purpose`, which `purpose()` returns.
   Communicator with_purpose(Purpose purpose) const;
   Purpose purpose() const { return purpose_; }
 

@@ -25,7 +25,7 @@ class RecordedForward {
   RecordedForward(const RecordedForward&) = delete;
   RecordedForward& operator=(const RecordedForward&) = delete;
 
-  // What the forward returns, with which a backward may begin.
+  // The forward's result, with which a backward may begin.
   template <class Output>
   Output result(Output output) const {
     if constexpr (std::is_same_v<Output, at::Tensor>) return as_result(std::move(output));
@@ -40,7 +40,7 @@ class RecordedForward {
   const std::uint64_t begin_;
 };
 
-// What the inputs tell, one after the other.
+// The number of examples, as far as the inputs tell, in their order.
 struct CountedExamples {
   std::optional<double> examples;  // of the first tensor that has the dimension
   bool ended = false;              // whether to look no further: found, or an input of an unknown kind came first

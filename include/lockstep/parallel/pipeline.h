@@ -90,7 +90,7 @@ struct PipelineOptions {
 // The mean over the examples of a microbatch: a scalar.
 using PipelineLoss = std::function<Tensor(const Tensor& output, const Tensor& target)>;
 
-// What the sum of a batch's losses is divided by, such as the number of labels that count.
+// The divisor of the sum of a batch's losses, such as the number of labels that count.
 using PipelineWeight = std::function<double(const Tensor& target)>;
 
 // What is differentiated for a microbatch, a scalar, from the last stage's output for its examples: `count` ones of the
