@@ -13,6 +13,7 @@
 
 #include "base/mutex.h"
 #include "base/text.h"
+#include "gradient/backward_weights.h"
 #include "lockstep/base/error.h"
 #include "lockstep/collective/group.h"
 
@@ -29,8 +30,10 @@ Deadline soon() { return Deadline::after(kTimeout); }
 // A converted layer. The ranks of its Group synchronize while it trains, as PyTorch's; in eval() a layer without
 // running statistics normalizes each rank's batch by itself.
 struct Layer {
-  Layer(const std::shared_ptr<torch::nn::Module>& of, const std::string& name, std::shared_ptr<const Group> among)
+  Layer(const std::shared_ptr<torch::nn::Module>& of, const std::string& name, const Tensor& weight,
+        std::shared_ptr<const Group> among)
       : module(of),
+        parameter(weight.defined() ? weight.getIntrusivePtr() : nullptr),
         group(std::move(among)),
         forward(text("the statistics of the batch normalization \"", name, "\"")),
         backward(text("the gradients of the batch normalization \"", name, "\"")) {}
@@ -40,7 +43,14 @@ struct Layer {
     return alive == nullptr || alive->is_training();
   }
 
+  // What a rank's gradients count for in the backward that runs.
+  double weight_of_backward(double examples) const {
+    const auto own = parameter.lock();
+    return gradient::BackwardWeights::of_layer(own ? Tensor(own) : Tensor()).value_or(examples);
+  }
+
   const std::weak_ptr<torch::nn::Module> module;
+  const c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl> parameter;  // its weight
   const std::shared_ptr<const Group> group;
   const Purpose forward, backward;
 };
@@ -94,8 +104,9 @@ struct LayerHolder : torch::CustomClassHolder {
   std::shared_ptr<const Layer> layer;
 };
 
-// The sum over all ranks. Backward sums the ranks' gradients, each times its examples: each rank's loss is a mean over
-// its own examples, and counts for as many in the mean over all.
+// The sum over all ranks. Backward sums the ranks' gradients, each times what counts for it where the parameters'
+// gradients are averaged: in DistributedDataParallel and fully_shard the examples of the backward, with Horovod 1. Where
+// nobody is known to average them a rank counts for its examples.
 struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& values,
                         const c10::intrusive_ptr<LayerHolder>& holder, double examples) {
@@ -107,9 +118,9 @@ struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& gradients) {
     const auto layer = c10::static_intrusive_pointer_cast<LayerHolder>(context->saved_data["layer"].toCapsule())->layer;
-    const double examples = context->saved_data["examples"].toDouble();
-    const auto sum = summed(gradients[0] * examples, *layer->group, layer->backward);
-    return {examples > 0 ? sum / examples : at::zeros_like(sum), Tensor(), Tensor()};
+    const double weight = layer->weight_of_backward(context->saved_data["examples"].toDouble());
+    const auto sum = summed(gradients[0] * weight, *layer->group, layer->backward);
+    return {weight > 0 ? sum / weight : at::zeros_like(sum), Tensor(), Tensor()};
   }
 };
 
@@ -172,7 +183,7 @@ bool convert(const std::shared_ptr<torch::nn::Module>& module, const std::string
     throw InvalidArgument(
         text("convert_sync_batchnorm: the layer \"", name, "\" has neither weights nor running statistics"));
   }
-  const auto made = std::make_shared<const Layer>(module, name, group);
+  const auto made = std::make_shared<const Layer>(module, name, layer->weight, group);
   if (layer->running_mean.defined()) converted().add(layer->running_mean, made);
   if (layer->weight.defined()) converted().add(layer->weight, made);
   return true;

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <unordered_map>
 #include <utility>
 
 #include "base/hash.h"
+#include "base/mutex.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/recorded_forward.h"
@@ -25,7 +27,58 @@ constexpr std::size_t kMostParameters = 8;
 // Autograd's number of every node that accumulates a parameter's gradient.
 constexpr std::uint64_t kAccumulator = std::numeric_limits<std::uint64_t>::max();
 
+// Whose weights the backwards have that reach a parameter. A later object takes a parameter from an earlier one.
+class Owners {
+ public:
+  void add(const at::Tensor& parameter, BackwardWeights* owner) {
+    MutexLock lock(mutex_);
+    owners_[parameter.unsafeGetTensorImpl()] = owner;
+  }
+  void remove(const at::Tensor& parameter, const BackwardWeights* owner) {
+    MutexLock lock(mutex_);
+    const auto found = owners_.find(parameter.unsafeGetTensorImpl());
+    if (found != owners_.end() && found->second == owner) owners_.erase(found);
+  }
+  BackwardWeights* of(const at::Tensor& parameter) {
+    MutexLock lock(mutex_);
+    const auto found = owners_.find(parameter.unsafeGetTensorImpl());
+    return found == owners_.end() ? nullptr : found->second;
+  }
+
+ private:
+  Mutex mutex_;
+  std::unordered_map<const at::TensorImpl*, BackwardWeights*> owners_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+Owners& owners() {
+  static Owners all;
+  return all;
+}
+
 }  // namespace
+
+BackwardWeights::~BackwardWeights() {
+  for (const auto& parameter : registered_) owners().remove(parameter, this);
+}
+
+void BackwardWeights::add_parameters(const std::vector<at::Tensor>& parameters) {
+  for (const auto& parameter : parameters) {
+    owners().add(parameter, this);
+    registered_.push_back(parameter);
+  }
+}
+
+std::optional<double> BackwardWeights::of_layer(const at::Tensor& parameter) {
+  if (auto* const owner = parameter.defined() ? owners().of(parameter) : nullptr) return owner->of_this_backward();
+  const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr) return std::nullopt;
+  for (auto* const node : *nodes) {
+    const auto* const accumulator = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
+    if (accumulator == nullptr) continue;
+    if (auto* const owner = owners().of(accumulator->variable)) return owner->of_this_backward();
+  }
+  return std::nullopt;
+}
 
 std::uint64_t BackwardWeights::next_node() { return at::sequence_number::peek(); }
 
@@ -81,8 +134,17 @@ bool BackwardWeights::are_other_parameters(std::uint64_t hash) {
 }
 
 double BackwardWeights::of_this_backward() {
+  const int backward = torch::autograd::get_current_graph_task_id();
+  if (backward == -1 || backward != backward_) {
+    weight_ = find_weight(backward);
+    backward_ = backward;
+  }
+  return weight_;
+}
+
+double BackwardWeights::find_weight(int backward) {
   if (!options_.from_forwards && !options_.on_other_parameters && !told_ && !last_told_) return 1;
-  const auto found = look_through(torch::autograd::get_current_graph_task_id());
+  const auto found = look_through(backward);
   if (options_.on_other_parameters && are_other_parameters(found.parameters)) options_.on_other_parameters();
   bool is_told = last_told_ && found.newest != 0 && found.newest == told_newest_;  // another backward of that graph
   if (told_) {

@@ -1,11 +1,14 @@
 // How many examples a backward has: those of the forwards whose operators are in its graph.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace lockstep::gradient {
 
@@ -24,6 +27,19 @@ class BackwardWeights {
     std::function<void()> on_other_parameters = {};
   };
   explicit BackwardWeights(Options options) : options_(std::move(options)) {}
+  ~BackwardWeights();
+  BackwardWeights(const BackwardWeights&) = delete;
+  BackwardWeights& operator=(const BackwardWeights&) = delete;
+
+  // Backwards that reach these leaves of autograd's graph have this object's weights.
+  void add_parameters(const std::vector<at::Tensor>& parameters);
+
+  // The weight of the backward that runs, for a layer with this parameter (or none): of the object that has the
+  // parameter, else of one that has another parameter in the graph. Empty where there is none.
+  static std::optional<double> of_layer(const at::Tensor& parameter);
+
+  // As `from_forwards`, from now on.
+  void expect_forwards() { options_.from_forwards = true; }
 
   // The number of the next node.
   static std::uint64_t next_node();
@@ -34,10 +50,12 @@ class BackwardWeights {
   // Adds to the examples of the next backward those of forwards that nobody records.
   void add(double examples) { told_ = told_.value_or(0) + examples; }
 
-  // To be called once in each backward, while it runs. Throws InvalidArgument where its examples are not known.
+  // To be called while a backward runs; the same however often. Throws InvalidArgument where its examples are not known.
   double of_this_backward();
 
  private:
+  double find_weight(int backward);
+
   struct Forward {
     std::uint64_t begin = 0, end = 0;  // numbers of nodes
     std::optional<double> examples;
@@ -54,7 +72,10 @@ class BackwardWeights {
   Found look_through(int backward);
   bool are_other_parameters(std::uint64_t hash);
 
-  const Options options_;
+  Options options_;
+  std::vector<at::Tensor> registered_;
+  int backward_ = -1;  // autograd's number of the last one
+  double weight_ = 1;  // and its weight
   std::deque<Forward> forwards_;  // by ascending numbers
   std::optional<double> told_;
   std::optional<double> last_told_;       // what `add` told, and a backward used

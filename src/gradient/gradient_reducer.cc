@@ -43,6 +43,7 @@ GradientReducer::GradientReducer(const std::vector<std::string>& names, std::vec
       summed_(parameters_.size()),
       kept_(parameters_.size()) {
   make_views();
+  weights_.add_parameters(parameters_);
   std::map<const c10::TensorImpl*, std::size_t> last;
   for (std::size_t i = 0; i < parameters_.size(); ++i) last[parameters_[i].unsafeGetTensorImpl()] = i;
   for (const auto& [parameter, i] : last) distinct_.push_back(i);
@@ -121,15 +122,22 @@ bool GradientReducer::accumulates(std::size_t parameter) const {
 
 void GradientReducer::begin_backward() {
   weight_ = weights_.of_this_backward();
-  // Starts anew where zero_grad has cleared the gradients; it may leave zeros.
+  if (accumulated_.backwards > 0 && are_cleared()) accumulated_ = {};
+  if (sum_ && accumulated_.backwards == 0) keep_sums();
+  if (accumulated_.backwards++ == 0) accumulated_.unit = weight_ > 0 ? weight_ : 1;
+  accumulated_.weight += weight_;
+}
+
+// Whether zero_grad has cleared what has accumulated. It may leave zeros; but so does a backward without examples, after
+// which nobody has written the gradients.
+bool GradientReducer::are_cleared() const {
   const auto is_left = [](const at::Tensor& parameter) {
     return parameter.grad().defined() &&
            at::any(parameter.grad().is_sparse() ? parameter.grad().to_dense() : parameter.grad()).item<bool>();
   };
-  if (accumulated_.backwards > 0 && std::none_of(parameters_.begin(), parameters_.end(), is_left)) accumulated_ = {};
-  if (sum_ && accumulated_.backwards == 0) keep_sums();
-  if (accumulated_.backwards++ == 0) accumulated_.unit = weight_ > 0 ? weight_ : 1;
-  accumulated_.weight += weight_;
+  if (std::any_of(parameters_.begin(), parameters_.end(), is_left)) return false;
+  const auto& last = parameters_[accumulated_.last].grad();
+  return !last.defined() || last._version() != accumulated_.version;
 }
 
 // Sums that a pass left on parameters are the same on all ranks: were they summed again, they would count once a rank.
@@ -144,12 +152,18 @@ void GradientReducer::keep_sums() {
   }
 }
 
-void GradientReducer::on_gradient(std::size_t parameter) {
-  if (!sync_) return;
+// Whether the backward that runs is one before the pass.
+bool GradientReducer::only_accumulates() {
+  if (!sync_) return true;
   const int backward = torch::autograd::get_current_graph_task_id();
-  if (backward == accumulating_) return;
-  if (!open_ && before_pass_ && !before_pass_()) {
-    accumulating_ = backward;
+  if (backward != accumulating_ && !open_ && before_pass_ && !before_pass_()) accumulating_ = backward;
+  return backward == accumulating_;
+}
+
+void GradientReducer::on_gradient(std::size_t parameter) {
+  if (only_accumulates()) {
+    accumulated_.last = parameter;
+    accumulated_.version = parameters_[parameter].grad()._version();
     return;
   }
   if (!open_) {
@@ -163,7 +177,7 @@ void GradientReducer::begin_pass() {
   open_ = has_data_ = wants_gradients_ = true;
   if (accumulated_.backwards == 0) {  // no backward ran
     if (sum_) keep_sums();
-    accumulated_ = {1, weight_, weight_ > 0 ? weight_ : 1};
+    accumulated_ = {.backwards = 1, .weight = weight_, .unit = weight_ > 0 ? weight_ : 1};
   }
   auto& weights = buckets_.weights();
   const bool scale_known = weights.scale() > 0;

@@ -82,6 +82,8 @@ class GradientReducer {
   at::Tensor weighed(std::size_t parameter, const at::Tensor& gradient);
   bool accumulates(std::size_t parameter) const;
   void begin_backward();
+  bool are_cleared() const;
+  bool only_accumulates();
   void keep_sums();
   void on_gradient(std::size_t parameter);
   void begin_pass();
@@ -111,6 +113,8 @@ class GradientReducer {
     int backwards = 0;
     double weight = 0;
     double unit = 0;
+    std::size_t last = 0;       // the parameter whose gradient they were the last to write
+    std::uint32_t version = 0;  // autograd's, of that gradient then
   };
   Accumulated accumulated_;
   // With `sum`, [parameter]: what the last pass left as its gradient; and that, while further backwards accumulate.

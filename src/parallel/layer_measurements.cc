@@ -1,3 +1,4 @@
+#include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/layer_measurements.h"
 
 #include <ATen/ATen.h>
@@ -191,11 +192,16 @@ void LayerMeasurements::count(const LayerDivision& division, const std::set<std:
   if (found.refused.empty() && division.sharding == Sharding::none) count_bytes(found, division.tensor, measured);
 }
 
-// What one rank refuses, all do: an error may be of this rank alone, as where memory is short.
+// What one rank refuses, all do: an error may be of this rank alone, as where memory is short. Each layer's input is made
+// by layers that have other values on each rank, but ranks of a tensor group compute with the same.
 LayerKinds LayerMeasurements::find(int tensor) const {
   auto found = find_kinds(input_, tensor);
   for (const auto& refused : links_.all().all_gather(found.refused)) {
     if (!refused.empty()) return {.refused = refused};
+  }
+  for (auto& kind : found.kinds) {
+    kind.sample = kind.sample.clone(at::MemoryFormat::Contiguous);
+    broadcast(links_.all(), {kind.sample});
   }
   return found;
 }

@@ -10,6 +10,7 @@
 #include "base/text.h"
 #include "lockstep/parallel/cut_stages.h"
 #include "ops/replica_random.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/choose_split.h"
 #include "parallel/layer_measurements.h"
 #include "parallel/measure_links.h"
@@ -134,7 +135,10 @@ SplitPlan plan_parallel(const std::vector<PipelineStage>& layers, const Tensor& 
   parallel::Profile profile;
   mesh.ranks().abort_on_error([&] {
     const auto named = numbered(layers);
-    profile = measure_profile({named, x, target, loss, options, fewest}, needs, links);
+    // On all ranks, as those of a tensor group have them.
+    const auto same_x = x.clone(at::MemoryFormat::Contiguous), same_target = target.clone(at::MemoryFormat::Contiguous);
+    broadcast(mesh.ranks(), {same_x, same_target});
+    profile = measure_profile({named, same_x, same_target, loss, options, fewest}, needs, links);
   });
   generator.set_state(random);
   return parallel::choose_split(input, profile);

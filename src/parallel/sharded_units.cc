@@ -114,15 +114,7 @@ bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ran
 }
 
 void ShardedUnits::add_examples(double examples) {
-  if (at::GradMode::is_enabled()) weights().add(examples);
-}
-
-gradient::BackwardWeights& ShardedUnits::weights() {
-  if (!weights_) {
-    weights_.emplace(gradient::BackwardWeights::Options{
-        .caller = "fully_shard", .object = "sharded", .from_forwards = from_forwards_});
-  }
-  return *weights_;
+  if (at::GradMode::is_enabled()) weights_.add(examples);
 }
 
 void ShardedUnits::name_purposes() {
@@ -223,6 +215,7 @@ void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
     }
     if (!tensors[i].requires_grad()) continue;
     ++unit.gradients;
+    weights_.add_parameters({tensors[i]});
     after_accumulation_.emplace_back(tensors[i], [this, &unit, &flat, i] { on_gradient(unit, flat, i); });
   }
 }
@@ -296,7 +289,7 @@ void ShardedUnits::begin_backward() {
   if (given_factor_) {
     factor_ = *given_factor_;
   } else {
-    const double mine = weights().of_this_backward();
+    const double mine = weights_.of_this_backward();
     const double all = summed(counting_examples_, {mine})[0];
     factor_ = all > 0 ? mine / all : 0;
   }

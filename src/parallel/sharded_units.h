@@ -27,8 +27,8 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void add(const torch::nn::Module& module, const std::string& name, bool keep);
   void add_examples(double examples);
   void release();
-  void expect_forwards() { from_forwards_ = true; }
-  gradient::BackwardWeights& weights();
+  void expect_forwards() { weights_.expect_forwards(); }
+  gradient::BackwardWeights& weights() { return weights_; }
 
   // Forgets a step that broke off, since another rank was lost.
   void abandon();
@@ -95,8 +95,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   std::string name_;
   Purpose counting_examples_, comparing_gradients_;
 
-  bool from_forwards_ = false;                        // each backward's examples are those of recorded forwards
-  std::optional<gradient::BackwardWeights> weights_;  // from the first call on
+  gradient::BackwardWeights weights_{{.caller = "fully_shard", .object = "sharded"}};
   std::optional<double> given_factor_;
   std::optional<int> backward_;     // the graph task whose gradients are taken
   double factor_ = 1;               // of this backward's gradients

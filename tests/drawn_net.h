@@ -1,0 +1,286 @@
+// For tests: programs drawn by a seed. What they train is a module drawn from a grammar of the ways in which people
+// write modules; each program computes what a plain loop of LibTorch in one process does, or is refused.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <initializer_list>
+#include <iostream>
+#include <map>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/text.h"
+#include "lockstep/ddp/sync_batch_norm.h"
+
+namespace lockstep {
+
+// The choices of one program. The same seed draws the same program on every rank.
+class Draw {
+ public:
+  explicit Draw(std::uint64_t seed) : engine_(seed) {}
+
+  int between(int low, int high) { return low + static_cast<int>(engine_() % static_cast<unsigned>(high - low + 1)); }
+  bool chance(int percent) { return between(1, 100) <= percent; }
+  template <class T>
+  T one_of(std::initializer_list<T> choices) {
+    return choices.begin()[between(0, static_cast<int>(choices.size()) - 1)];
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+// --- the grammar
+
+// Each maps x [examples, positions, width] to the same shape.
+enum class Block {
+  linear,
+  tied,           // one weight in two operators: an autoencoder's
+  masked,         // a weight times a mask
+  shared,         // one layer under two names, called twice
+  frozen,         // a layer that is not trained
+  frozen_weight,  // a layer whose bias alone is trained
+  layer_norm,
+  batch_norm,  // SyncBatchNorm
+  attention,
+  unused  // a layer that no forward calls
+};
+
+struct NetOptions {
+  std::vector<Block> blocks = {Block::linear};
+  bool embedding = false;  // x are ids [examples, positions] of int64; else floats [examples, positions, features]
+  bool tied_head = false;  // the head's weight is the embedding's
+  bool tokens = false;     // a label for each position; else one for each example
+  at::ScalarType dtype = at::kDouble;
+  std::int64_t width = 8, heads = 2, positions = 4, features = 5, classes = 6;  // there are as many ids as classes
+  std::uint64_t seed = 0;                                                       // of the first values
+
+  std::string text() const {
+    static const char* const names[] = {"linear",        "tied",       "masked",     "shared",    "frozen",
+                                        "frozen_weight", "layer_norm", "batch_norm", "attention", "unused"};
+    std::vector<std::string> words{toString(dtype), embedding ? "embedding" : "floats"};
+    for (const auto block : blocks) words.emplace_back(names[static_cast<int>(block)]);
+    words.emplace_back(tied_head ? "tied head" : "head");
+    if (tokens) words.emplace_back("of tokens");
+    return join(words, " ");
+  }
+};
+
+// One to three of these blocks.
+inline NetOptions draw_net(Draw& draw, const std::vector<Block>& of) {
+  NetOptions net;
+  net.blocks.clear();
+  for (int i = draw.between(1, 3); i > 0; --i) {
+    net.blocks.push_back(of[static_cast<std::size_t>(draw.between(0, static_cast<int>(of.size()) - 1))]);
+  }
+  net.embedding = draw.chance(50);
+  net.tied_head = net.embedding && draw.chance(50);
+  net.tokens = draw.chance(30);
+  net.seed = static_cast<std::uint64_t>(draw.between(1, 1000));
+  return net;
+}
+
+struct DrawnBlockImpl : torch::nn::Module {
+  DrawnBlockImpl(const NetOptions& options, Block kind_) : kind(kind_), heads(options.heads) {
+    const auto width = options.width;
+    const auto linear = [&](const char* name) { return register_module(name, torch::nn::Linear(width, width)); };
+    if (kind == Block::tied || kind == Block::masked) {
+      weight = register_parameter("weight", torch::empty({2 * width, width}));
+      bias = register_parameter("bias", torch::empty({2 * width}));
+      mask = register_buffer("mask", (at::arange(2 * width * width).view({2 * width, width}) % 3 != 0).to(at::kDouble));
+    } else if (kind == Block::layer_norm) {
+      layer_norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
+    } else if (kind == Block::batch_norm) {
+      batch_norm = register_module("norm", SyncBatchNorm(width));
+    } else if (kind == Block::attention) {
+      first = register_module("qkv", torch::nn::Linear(width, 3 * width));  // ordered by head
+      second = linear("out");
+    } else {
+      first = linear("first");
+      if (kind == Block::shared) second = register_module("second", first);
+    }
+    if (kind == Block::frozen || kind == Block::frozen_weight) first->weight.set_requires_grad(false);
+    if (kind == Block::frozen) first->bias.set_requires_grad(false);
+  }
+
+  at::Tensor forward(const at::Tensor& x) {
+    switch (kind) {
+      case Block::tied: return x + at::linear(at::tanh(at::linear(x, weight, bias)), weight.t());
+      case Block::masked: return x + at::tanh(at::linear(x, weight * mask, bias)).unflatten(-1, {2, -1}).sum(-2);
+      case Block::layer_norm: return layer_norm(x);
+      case Block::batch_norm: return batch_norm(x.transpose(1, 2)).transpose(1, 2);
+      case Block::attention: {
+        const auto qkv = first(x).unflatten(-1, {-1, 3, x.size(-1) / heads}).permute({3, 0, 2, 1, 4});
+        const auto attended = at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2]);
+        return x + second(attended.transpose(1, 2).flatten(2));
+      }
+      case Block::shared: return x + second(at::tanh(first(x)));
+      case Block::unused: return x;
+      default: return x + at::tanh(first(x));
+    }
+  }
+
+  const Block kind;
+  const std::int64_t heads;
+  at::Tensor weight, bias, mask;
+  torch::nn::Linear first = nullptr, second = nullptr;
+  torch::nn::LayerNorm layer_norm = nullptr;
+  SyncBatchNorm batch_norm = nullptr;
+};
+TORCH_MODULE(DrawnBlock);
+
+// To logits [examples, classes], or [examples, positions, classes]. The same values wherever it is made.
+struct DrawnNetImpl : torch::nn::Module {
+  explicit DrawnNetImpl(NetOptions options_) : options(std::move(options_)) {
+    const auto width = options.width;
+    if (options.embedding) {
+      token = register_module("token", torch::nn::Embedding(options.classes, width));
+    } else {
+      front = register_module("front", torch::nn::Linear(options.features, width));
+    }
+    for (std::size_t i = 0; i < options.blocks.size(); ++i) {
+      blocks.push_back(register_module(text("block", i), DrawnBlock(options, options.blocks[i])));
+    }
+    if (options.tied_head) {
+      head_bias = register_parameter("head_bias", torch::empty({options.classes}));
+    } else {
+      head = register_module("head", torch::nn::Linear(width, options.classes));
+    }
+    to(at::kDouble);
+    auto generator = at::detail::createCPUGenerator(options.seed);
+    const torch::NoGradGuard no_grad;
+    for (const auto& each : named_parameters()) {
+      const bool scale = each.key().find("norm.weight") != std::string::npos;
+      each.value().normal_(scale ? 1 : 0, 0.3, generator);
+    }
+    to(options.dtype);
+  }
+
+  at::Tensor forward(const at::Tensor& input) {
+    auto x = options.embedding ? token(input) : front(input);
+    for (auto& block : blocks) x = block(x);
+    if (!options.tokens) x = x.mean(1);
+    return options.tied_head ? at::linear(x, token->weight, head_bias) : head(x);
+  }
+
+  const NetOptions options;
+  torch::nn::Embedding token = nullptr;
+  torch::nn::Linear front = nullptr, head = nullptr;
+  std::vector<DrawnBlock> blocks;
+  at::Tensor head_bias;
+};
+TORCH_MODULE(DrawnNet);
+
+// --- data
+
+struct DrawnData {
+  at::Tensor x, y;
+  DrawnData slice(std::int64_t begin, std::int64_t end) const {
+    return {x.slice(0, begin, end), y.slice(0, begin, end)};
+  }
+};
+
+inline DrawnData make_drawn_data(const NetOptions& net, std::int64_t examples, std::uint64_t seed) {
+  auto generator = at::detail::createCPUGenerator(seed);
+  const auto integers = [&](at::IntArrayRef shape) { return at::randint(net.classes, shape, generator, at::kLong); };
+  const auto x = net.embedding
+                     ? integers({examples, net.positions})
+                     : at::randn({examples, net.positions, net.features}, generator, at::kDouble).to(net.dtype);
+  return {x, net.tokens ? integers({examples, net.positions}) : integers({examples})};
+}
+
+// The mean over all labels. 0 where there is none, as a part of a mean.
+inline at::Tensor drawn_loss(const at::Tensor& logits, const at::Tensor& y) {
+  const auto sum = at::cross_entropy_loss(logits.flatten(0, -2), y.flatten(), {}, at::Reduction::Sum);
+  return sum / static_cast<double>(std::max<std::int64_t>(1, y.numel()));
+}
+
+// --- comparisons
+
+using Values = std::map<std::string, at::Tensor>;
+
+// Copies of the parameters and floating buffers, in double precision.
+inline Values values_of(const torch::nn::Module& module) {
+  Values values;
+  const auto add = [&](const auto& all) {
+    for (const auto& each : all) {
+      if (each.value().is_floating_point()) values[each.key()] = each.value().detach().to(at::kDouble).clone();
+    }
+  };
+  add(module.named_parameters());
+  add(module.named_buffers());
+  return values;
+}
+
+// Empty where `found` is `exact`: within 1e-9, or in 16 bits within twice the error of `plain`, which LibTorch computed
+// in them. Else says what differs most.
+inline std::string differences(const Values& found, const Values& exact, const Values& plain = {}) {
+  if (found.size() != exact.size()) return text(found.size(), " values for ", exact.size());
+  const auto largest = [](const at::Tensor& a, const at::Tensor& b) {
+    return a.numel() == 0 ? 0.0 : (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
+  };
+  double worst = 0, allowed = 1e-9;
+  std::string where;
+  for (const auto& [name, value] : plain) allowed = std::max(allowed, 2 * largest(value, exact.at(name)));
+  for (const auto& [name, value] : found) {
+    if (!exact.contains(name)) return text("has ", name);
+    if (value.sizes() != exact.at(name).sizes()) return text(name, " has another shape");
+    const auto difference = largest(value, exact.at(name));
+    if (!(difference <= worst)) {
+      worst = difference;
+      where = name;
+    }
+  }
+  return worst <= allowed ? "" : text(where, " differs by ", worst, ", allowed is ", allowed);
+}
+
+// --- the programs of a test
+
+// One program: what it was, and either why it was refused, or how its results differ from the plain loop's (empty: they
+// do not).
+struct DrawnResult {
+  std::string program;
+  std::optional<std::string> refused = {};
+  std::string wrong = {};
+};
+
+// Runs the programs of `kept`, which failed once, and LOCKSTEP_PROGRAMS others (`usually`, where the variable is not
+// set); or that of LOCKSTEP_SEED alone. Fails where one computes something else, and where more than `most_refused` of
+// them are refused.
+inline void check_drawn_programs(const std::vector<std::uint64_t>& kept, int usually, double most_refused,
+                                 const std::function<DrawnResult(std::uint64_t)>& run) {
+  auto seeds = kept;
+  const char* const programs = std::getenv("LOCKSTEP_PROGRAMS");
+  const int drawn = programs == nullptr ? usually : std::atoi(programs);
+  for (int i = 1; i <= drawn; ++i) seeds.push_back(static_cast<std::uint64_t>(i));
+  if (const char* const seed = std::getenv("LOCKSTEP_SEED")) seeds = {std::strtoull(seed, nullptr, 10)};
+  std::map<std::string, int> refusals;
+  int refused = 0;
+  for (const auto seed : seeds) {
+    const auto result = run(seed);
+    EXPECT_EQ(result.wrong, "") << "LOCKSTEP_SEED=" << seed << ": " << result.program;
+    if (seeds.size() == 1) std::cout << "  " << result.program << "\n";
+    if (!result.refused) continue;
+    ++refused;
+    ++refusals[result.refused->substr(0, 120)];
+  }
+  std::cout << "  " << seeds.size() - static_cast<std::size_t>(refused) << " programs computed, " << refused
+            << " refused\n";
+  for (const auto& [why, count] : refusals) std::cout << "  " << count << " x " << why << "\n";
+  if (seeds.size() > 10) {
+    EXPECT_LE(refused, most_refused * static_cast<double>(seeds.size()));
+  }
+}
+
+}  // namespace lockstep
