@@ -225,14 +225,16 @@ inline Values values_of(const torch::nn::Module& module) {
 
 // Empty where `found` is `exact`: within 1e-9, or in 16 bits within twice the error of `plain`, which LibTorch computed
 // in them. Else says what differs most.
-inline std::string differences(const Values& found, const Values& exact, const Values& plain = {}) {
+inline std::string differences(const Values& found, const Values& exact, const std::vector<Values>& plain = {}) {
   if (found.size() != exact.size()) return text(found.size(), " values for ", exact.size());
   const auto largest = [](const at::Tensor& a, const at::Tensor& b) {
     return a.numel() == 0 ? 0.0 : (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
   };
   double worst = 0, allowed = 1e-9;
   std::string where;
-  for (const auto& [name, value] : plain) allowed = std::max(allowed, 2 * largest(value, exact.at(name)));
+  for (const auto& values : plain) {
+    for (const auto& [name, value] : values) allowed = std::max(allowed, 2 * largest(value, exact.at(name)));
+  }
   for (const auto& [name, value] : found) {
     if (!exact.contains(name)) return text("has ", name);
     if (value.sizes() != exact.at(name).sizes()) return text(name, " has another shape");

@@ -7,6 +7,7 @@
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
 #include "collective/ranks_testing.h"
+#include "lockstep/ddp/distributed_data_parallel.h"
 #include "lockstep/ddp/sync_batch_norm.h"
 
 namespace lockstep::ddp {
@@ -46,6 +47,33 @@ TEST(SyncBatchNorm, RanksInAnotherLayerAreToldWhich) {
   const auto said = message_of([&] { std::rethrow_exception(errors[0]); });
   expect_says(said, "the statistics of the batch normalization \"first\"");
   expect_says(said, "the statistics of the batch normalization \"second\"");
+}
+
+// Two forwards of unequal parts in one backward: a rank counts for the examples of both.
+TEST(SyncBatchNorm, ABackwardThroughTwoForwardsIsThatOfOneProcess) {
+  const std::vector<std::vector<std::int64_t>> examples{{2, 4}, {3, 1}};  // [rank][part]
+  const auto part = [](int number) { return at::sin(at::arange(15 * 3, at::kDouble).view({15, 3}) * (0.7 + number)); };
+  const auto loss = [](const Tensor& y) { return (y * at::arange(3, at::kDouble)).square().sum(); };
+  const auto make = [] {
+    SyncBatchNorm norm(3);
+    norm->to(at::kDouble);
+    return norm;
+  };
+  auto whole = make();
+  (loss(whole(part(0).slice(0, 0, 5))) + loss(whole(part(1).slice(0, 0, 5)))).div(10).backward();
+  collective::on_ranks(2, [&](const Group& group) {
+    auto norm = make();
+    convert_sync_batchnorm(*norm, group);
+    DistributedDataParallel ddp(norm, group);
+    const auto& mine = examples[static_cast<std::size_t>(group.rank())];
+    Tensor sum = at::zeros({}, at::kDouble);
+    for (int number : {0, 1}) {
+      const auto begin = group.rank() == 0 ? 0 : examples[0][static_cast<std::size_t>(number)];
+      sum = sum + loss(ddp(part(number).slice(0, begin, begin + mine[static_cast<std::size_t>(number)])));
+    }
+    sum.div(static_cast<double>(mine[0] + mine[1])).backward();
+    EXPECT_LE((norm->weight.grad() - whole->weight.grad()).abs().max().item<double>(), 1e-12);
+  });
 }
 
 }  // namespace

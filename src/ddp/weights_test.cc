@@ -56,6 +56,7 @@ TEST(Ddp, EachBackwardCountsWithItsOwnExamples) {
   EXPECT_NEAR(gradient_of({{{1, 2}, {6, 5}}, {{3, 7}, {4, 11}}}), 2 * (2 + 30 + 21 + 44) / 14.0, 1e-12);
   EXPECT_NEAR(gradient_of({{{4, 1}, {4, 3}}, {{4, 5}, {4, 7}}}), 8, 1e-12);  // as PyTorch's: sums, averaged over ranks
   EXPECT_NEAR(gradient_of({{{5, 1}}, {{2, 8}}}), 21 / 7.0, 1e-12);
+  EXPECT_NEAR(gradient_of({{{0, 9}, {6, 1}}, {{4, 2}, {2, 5}}}), 2 * 24 / 12.0, 1e-12);  // whose mean is no number
 }
 
 TEST(Ddp, ForwardsThatShareABackwardCountTogetherAndEvaluationsDoNot) {
