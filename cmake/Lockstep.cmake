@@ -131,6 +131,13 @@ function(lockstep_full name)
   set_tests_properties(${name}_full PROPERTIES TIMEOUT 900 LABELS full PROCESSORS ${processors} ENVIRONMENT "GTEST_FILTER=${cases}:${rounds}")
 endfunction()
 
+# lockstep_drawn(NAME TEST FULL): the programs that NAME draws by seeds: TEST of them in its tier, FULL of them as NAME_full.
+function(lockstep_drawn name test full)
+  set_property(TEST ${name} APPEND PROPERTY ENVIRONMENT LOCKSTEP_PROGRAMS=${test})
+  add_test(NAME ${name}_full COMMAND ${name})
+  set_tests_properties(${name}_full PROPERTIES TIMEOUT 900 LABELS full PROCESSORS 2 ENVIRONMENT LOCKSTEP_PROGRAMS=${full})
+endfunction()
+
 # lockstep_job_test(NAME CLASS SCRIPT argument...): jobs of processes, by a script of Python: the tests of its class CLASS are in the
 # tier `test`, those of its class MoreCLASS, where it has one, in the tier `full`, as the test NAME_full.
 function(lockstep_job_test name class script)

@@ -97,8 +97,10 @@ inline DrawnLoop draw_loop(std::uint64_t seed) {
     return blocks;
   };
   loop.net = draw_net(draw, some_of_all());
-  if (draw.chance(15)) loop.net.dtype = at::kBFloat16;
   const bool has_statistics = std::count(loop.net.blocks.begin(), loop.net.blocks.end(), Block::batch_norm) > 0;
+  if (draw.chance(15) && !loop.is_strategy() && loop.way != Way::sharded_optimizer) {
+    loop.net.dtype = at::kBFloat16;
+  }
   loop.ranks = draw.between(2, 4);
   loop.adamw = draw.chance(40) && !loop.is_strategy() && loop.way != Way::horovod;
   loop.clips = draw.chance(30) && !loop.is_strategy();

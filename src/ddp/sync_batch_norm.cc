@@ -105,8 +105,8 @@ struct LayerHolder : torch::CustomClassHolder {
 };
 
 // The sum over all ranks. Backward sums the ranks' gradients, each times what counts for it where the parameters'
-// gradients are averaged: in DistributedDataParallel and fully_shard the examples of the backward, with Horovod 1. Where
-// nobody is known to average them a rank counts for its examples.
+// gradients are averaged: in DistributedDataParallel and fully_shard the examples of the backward, with Horovod 1.
+// Where nobody is known to average them a rank counts for its examples.
 struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& values,
                         const c10::intrusive_ptr<LayerHolder>& holder, double examples) {
@@ -127,7 +127,7 @@ struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
 void update_running(const OptionalTensor& running, const Tensor& now, double momentum) {
   if (!running || !running->defined()) return;
   const at::NoGradGuard no_gradient;
-  running->mul_(1 - momentum).add_(now.detach(), momentum);
+  running->copy_(running->to(now.scalar_type()).mul(1 - momentum).add_(now.detach(), momentum));  // rounded once
 }
 
 Tensor normalized_over_ranks(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,

@@ -76,5 +76,21 @@ TEST(SyncBatchNorm, ABackwardThroughTwoForwardsIsThatOfOneProcess) {
   });
 }
 
+TEST(SyncBatchNorm, StatisticsOf16BitsAreRoundedOnce) {
+  const auto batches = (at::sin(at::arange(5 * 12 * 8, at::kDouble) * 1.7).view({5, 12, 8}) * 2).to(at::kBFloat16);
+  auto expected = at::ones({8}, at::kBFloat16);
+  for (const auto& batch : batches.unbind()) {
+    expected =
+        (expected.to(at::kDouble) * 0.9 + batch.to(at::kDouble).var(0, /*unbiased=*/true) * 0.1).to(at::kBFloat16);
+  }
+  collective::on_ranks(2, [&](const Group& group) {
+    SyncBatchNorm norm(8);
+    norm->to(at::kBFloat16);
+    convert_sync_batchnorm(*norm, group);
+    for (const auto& batch : batches.unbind()) norm(group.rank() == 0 ? batch.slice(0, 0, 7) : batch.slice(0, 7));
+    EXPECT_TRUE(at::equal(norm->running_var, expected)) << norm->running_var << expected;
+  });
+}
+
 }  // namespace
 }  // namespace lockstep::ddp
