@@ -8,6 +8,8 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 
+#include <map>
+
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "ops/dtypes.h"
@@ -44,6 +46,22 @@ void in_place(const char* caller, const Tensor& tensor, const Act& act) {
   }
 }
 
+// Ranks' calls agree where their tensors have one shape. Naming a shape takes a lock: each thread remembers some.
+Purpose shape_of(const Tensor& tensor) {
+  constexpr std::size_t kMostShapes = 1024;
+  thread_local std::map<std::vector<std::int64_t>, Purpose> named;
+  auto sizes = tensor.sizes().vec();
+  const auto found = named.find(sizes);
+  if (found != named.end()) return found->second;
+  if (named.size() == kMostShapes) named.clear();
+  return named.emplace(std::move(sizes), Purpose(text("a tensor of shape ", tensor.sizes()))).first->second;
+}
+
+void run(const Group& group, Call call, const Tensor& tensor, Deadline deadline) {
+  call.purpose = shape_of(tensor);
+  group.run(call, deadline);
+}
+
 std::vector<std::int64_t> part_of_rows(const char* caller, const Tensor& tensor, int ranks) {
   if (tensor.dim() == 0 || tensor.size(0) % ranks != 0) {
     throw InvalidArgument(text(caller, ": the tensor has shape ", tensor.sizes(),
@@ -69,11 +87,13 @@ Buffer buffer_of(const Tensor& tensor) {
 }
 
 void all_reduce(const Group& group, const Tensor& tensor, ReduceOp op, Deadline deadline) {
-  in_place("all_reduce", tensor, [&](const Buffer& buffer) { group.all_reduce(buffer, op, deadline); });
+  in_place("all_reduce", tensor,
+           [&](const Buffer& buffer) { run(group, Call::all_reduce(buffer, op), tensor, deadline); });
 }
 
 void broadcast(const Group& group, const Tensor& tensor, int root, Deadline deadline) {
-  in_place("broadcast", tensor, [&](const Buffer& buffer) { group.broadcast(buffer, root, deadline); });
+  in_place("broadcast", tensor,
+           [&](const Buffer& buffer) { run(group, Call::broadcast(buffer, root), tensor, deadline); });
 }
 
 void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, int root) {
@@ -82,7 +102,7 @@ void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, in
   for (const auto& tensor : tensors) {
     const auto host = on_host("broadcast", tensor);
     auto call = Call::broadcast({host.mutable_data_ptr(), host.nbytes(), DType::uint8}, root);
-    call.purpose = ranks.purpose();
+    call.purpose = ranks.purpose().told() ? ranks.purpose() : shape_of(tensor);
     ranks.group().run(call, ranks.deadline());
     if (ranks.rank() != root && host.data_ptr() != tensor.data_ptr()) tensor.detach().copy_(host);
   }
@@ -107,11 +127,15 @@ Tensor all_gather(const Group& group, const Tensor& tensor, Deadline deadline, s
   }
   const at::NoGradGuard no_gradient;
   // Sizes along the dimension may differ: they are gathered first, and parts are padded to the largest.
+  auto padded_sizes = tensor.sizes().vec();
+  auto& gathered_size = padded_sizes[static_cast<std::size_t>(at::maybe_wrap_dim(dim, tensor.dim()))];
+  gathered_size = -1;
   const auto size = at::scalar_tensor(tensor.size(dim), at::kLong);
   const auto sizes = at::empty({group.size()}, at::kLong);
-  group.all_gather(buffer_of(size), buffer_of(sizes), deadline);
-  auto padded_sizes = tensor.sizes().vec();
-  padded_sizes[static_cast<std::size_t>(at::maybe_wrap_dim(dim, tensor.dim()))] = sizes.max().item<std::int64_t>();
+  auto call = Call::all_gather(buffer_of(size), buffer_of(sizes));
+  call.purpose = Purpose(text("tensors of shape ", at::IntArrayRef(padded_sizes), ", where -1 may differ"));
+  group.run(call, deadline);
+  gathered_size = sizes.max().item<std::int64_t>();
   const auto input = at::zeros(padded_sizes, tensor.options().device(at::kCPU).requires_grad(false));
   input.narrow(dim, 0, tensor.size(dim)).copy_(tensor.detach());
   const auto output = at::empty({group.size(), input.numel()}, input.options());
@@ -126,7 +150,7 @@ Tensor all_gather(const Group& group, const Tensor& tensor, Deadline deadline, s
 Tensor reduce_scatter(const Group& group, const Tensor& tensor, ReduceOp op, Deadline deadline) {
   const auto input = on_host("reduce_scatter", tensor);
   const auto output = at::empty(part_of_rows("reduce_scatter", tensor, group.size()), input.options());
-  group.reduce_scatter(buffer_of(input), buffer_of(output), op, deadline);
+  run(group, Call::reduce_scatter(buffer_of(input), buffer_of(output), op), tensor, deadline);
   return output.to(tensor.device());
 }
 
@@ -134,7 +158,7 @@ Tensor all_to_all(const Group& group, const Tensor& tensor, Deadline deadline) {
   const auto input = on_host("all_to_all", tensor);
   part_of_rows("all_to_all", tensor, group.size());
   const auto output = at::empty(input.sizes(), input.options());
-  group.run(Call::all_to_all(buffer_of(input), buffer_of(output)), deadline);
+  run(group, Call::all_to_all(buffer_of(input), buffer_of(output)), tensor, deadline);
   return output.to(tensor.device());
 }
 

@@ -103,5 +103,32 @@ TEST(TensorCollectives, BadTensorsAreNamed) {
   says([&] { all_to_all(three, at::ones({}), soon()); }, "a multiple of the number of ranks, 3");
 }
 
+// As many elements are not the same tensor.
+TEST(TensorCollectives, TensorsOfOtherShapesAreRefused) {
+  const auto groups = make_thread_groups(2);
+  std::vector<std::string> said(2);
+  const auto refused = [&](const char* what, const std::function<void(const Group&, const Tensor&)>& call) {
+    SCOPED_TRACE(what);
+    std::vector<std::jthread> threads;
+    for (const auto& group : groups) {
+      threads.emplace_back([&] {
+        const auto tensor = group.rank() == 0 ? values(0, {2, 6}) : values(1, {2, 3, 2});
+        said[static_cast<std::size_t>(group.rank())] = message_of([&] { call(group, tensor); });
+      });
+    }
+    threads.clear();
+    for (const auto& each : said) {
+      expect_says(each, "the ranks' calls differ");
+      expect_says(each, "6]");
+      expect_says(each, "3, 2]");
+    }
+  };
+  refused("all_reduce", [](const auto& group, const auto& x) { all_reduce(group, x, ReduceOp::sum, soon()); });
+  refused("broadcast", [](const auto& group, const auto& x) { broadcast(group, x, 0, soon()); });
+  refused("all_gather", [](const auto& group, const auto& x) { all_gather(group, x, soon()); });
+  refused("reduce_scatter", [](const auto& group, const auto& x) { reduce_scatter(group, x, ReduceOp::sum, soon()); });
+  refused("all_to_all", [](const auto& group, const auto& x) { all_to_all(group, x, soon()); });
+}
+
 }  // namespace
 }  // namespace lockstep::gradient
