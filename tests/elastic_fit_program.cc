@@ -171,7 +171,9 @@ int main() {
       for (int n = number("KILOBYTES", 0); n > 0; --n) std::cout << line << "\n";
       longest = std::max(longest, seconds(last));
       last = Clock::now();
-      if (joins && ended == 0) std::cout << "joined at step " << model.iterations() << std::endl;
+      const bool starts_again = number("LOCKSTEP_RESTART", 0) > 0;
+      if (ended == 0 && starts_again)
+        std::cout << (joins ? "joined at step " : "starts again at step ") << model.iterations() << std::endl;
       const bool is_there = ended++ == at && is_victim;
       if (is_there && place == "batch end") raise(SIGKILL);
       if (is_there && place == "corrupt") {

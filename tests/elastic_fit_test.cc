@@ -242,6 +242,50 @@ TEST_F(Elastic, OneOfThreeMayRemain) {
   expect_trained(job, 1);
 }
 
+// Nobody could take in the processes in the places of the first: the job starts again, as if none had been started.
+TEST_F(Elastic, WhereAllAreLostTheWholeJobStartsAgainFromItsBackup) {
+  struct Case {
+    const char* name;
+    int workers, restarts;
+    bool at_once;
+  };
+  for (const auto& [name, workers, restarts, at_once] :
+       {Case{"one after the other", 3, 2, false}, Case{"at once", 3, 1, true}, Case{"alone", 1, 1, true}}) {
+    SCOPED_TRACE(name);
+    const auto folder = fresh_folder("elastic", text("all_lost_", workers, restarts));
+    auto job = run({text("VICTIM=", workers - 1), "STEP=25", "PLACE=print", "STEP_MS=20", "VALIDATE=0",
+                    text("FOLDER=", folder.string())},
+                   workers, 1, restarts);
+    std::vector<int> processes;
+    for (int rank = 0; rank < workers; ++rank) processes.push_back(process_of(job, rank));
+    job.wait_for_line(text("[", workers - 1, "] step 25"), 30);
+    for (int rank = 0; rank < workers; ++rank) {
+      kill(processes[static_cast<std::size_t>(rank)], SIGKILL);
+      if (!at_once && rank < 2) job.wait_for(text("lockstep: rank ", rank, " was ended by signal 9"), 30);
+    }
+    expect_trained(job, workers);
+    EXPECT_NE(job.text().find("lockstep run: no worker is left that could take in others\nlockstep run: the whole job "
+                              "starts again, from its last backup if it has one: restart 1 of "),
+              std::string::npos)
+        << job.text();
+    EXPECT_EQ(job.text().find("restart 2 of 1"), std::string::npos) << job.text();
+    const auto begins = numbers_after(job.text(), "starts again at step ");
+    EXPECT_EQ(begins.size(), static_cast<std::size_t>(workers)) << job.text();
+    for (const auto& begin : begins) EXPECT_TRUE(begin.at(0) > 24 && begin.at(0) < 60) << job.text();
+  }
+}
+
+TEST_F(Elastic, WhereAllAreLostWithoutARestartTheJobEndsAndSaysSo) {
+  auto job = run({"VICTIM=0", "STEP=10", "PLACE=print", "STEP_MS=20"}, 2, 1);
+  const int one = process_of(job, 0), other = process_of(job, 1);
+  job.wait_for_line("[0] step 10", 30);
+  kill(one, SIGKILL);
+  kill(other, SIGKILL);
+  const auto& output = job.wait_for_end(60);
+  EXPECT_EQ(WEXITSTATUS(job.status()), 128 + SIGKILL) << output;
+  EXPECT_NE(output.find("no worker is left that could take in others"), std::string::npos) << output;
+}
+
 // Both are started again, and join when they have come.
 TEST_F(Elastic, TooFewWorkersWaitForNewcomers) {
   auto job = run({"VICTIM=1", "STEP=10", "PLACE=print", "STEP_MS=20", "MIN_WORKERS=3"}, 3, 1, 2);

@@ -17,9 +17,13 @@ inline constexpr const char* kStoreOfHost = "store of host ";
 // The entry of each of its stores, the launcher's also: the number of the generation, and for each of its members its
 // name, the address of its host's store and its host, one a line.
 inline constexpr const char* kMembersNow = "members now";
-// Of a process that came to a job and was refused, since it does not fit: `rank` and `restart` are LOCKSTEP_RANK and
-// LOCKSTEP_RESTART of its environment, by which its launcher knows it.
+// How these names begin: "process-RANK" is one with which the job began, "newcomer-RANK-RESTART-..." one that came
+// later. RANK and RESTART are LOCKSTEP_RANK and LOCKSTEP_RESTART of its environment, by which its launcher knows it.
+inline constexpr const char *kProcess = "process-", *kNewcomer = "newcomer-";
+
+// Of a process that came to a job and was not taken in, so that its launcher does not start it again: why.
 std::string key_of_refusal(const std::string& rank, const std::string& restart);
+inline constexpr const char *kDoesNotFit = "it does not fit", *kNobodyIsLeft = "nobody is left to take it in";
 
 // The entry that an elastic training leaves: the names of its members at its end, one a line.
 inline constexpr const char* kMembersAtEnd = "members at the end";

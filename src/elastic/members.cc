@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "base/text.h"
+#include "cluster/rendezvous.h"
 
 namespace lockstep::elastic {
 
@@ -14,10 +15,8 @@ void add_store(std::vector<std::string>& stores, const std::string& store) {
 
 namespace {
 
-constexpr const char *kProcess = "process-", *kNewcomer = "newcomer-";
-
 std::optional<int> launchers_rank(const Process& process) {
-  for (const std::string beginning : {kProcess, kNewcomer}) {
+  for (const std::string beginning : {cluster::kProcess, cluster::kNewcomer}) {
     if (!process.name.starts_with(beginning)) continue;
     const auto rest = process.name.substr(beginning.size());
     return whole_number<int>(rest.substr(0, rest.find('-')));
@@ -27,10 +26,10 @@ std::optional<int> launchers_rank(const Process& process) {
 
 }  // namespace
 
-std::string name_of_process(int rank) { return text(kProcess, rank); }
+std::string name_of_process(int rank) { return text(cluster::kProcess, rank); }
 
-std::string name_of_newcomer(std::optional<int> launchers_rank) {
-  return text(kNewcomer, launchers_rank ? std::to_string(*launchers_rank) : "", "-");
+std::string name_of_newcomer(const std::string& launchers_rank, const std::string& restart) {
+  return text(cluster::kNewcomer, launchers_rank, "-", restart, "-");
 }
 
 std::string launchers_ranks(const Members& members, const std::vector<int>& ranks) {

@@ -25,8 +25,8 @@ struct Members {
   const Process& self() const { return processes[static_cast<std::size_t>(world.rank)]; }
 };
 
-// The beginning of a newcomer's name, with the launcher's number of it, where it has one.
-std::string name_of_newcomer(std::optional<int> launchers_rank);
+// The beginning of a newcomer's name, with its LOCKSTEP_RANK and LOCKSTEP_RESTART; empty where no launcher gave them.
+std::string name_of_newcomer(const std::string& launchers_rank, const std::string& restart);
 
 // For messages that name members by their ranks in this generation: " (rank 1 is the launcher's rank 2)", so that its
 // lines are found in the launcher's output. Empty where the numbers are equal, or the launcher's is not known.

@@ -24,12 +24,22 @@ constexpr const char* kNoJob = "the host of this process does not know of a job 
 
 std::string key_of(std::int64_t place) { return text("newcomer ", place); }
 
-// With the launcher's number of this process, if there is one.
+// By which its launcher knows this process; empty where it has none.
+struct LaunchersNumbers {
+  std::string rank, restart;
+};
+LaunchersNumbers launchers_numbers() {
+  const auto variable = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return std::string(value != nullptr && whole_number<int>(value) ? value : "");
+  };
+  return {variable("LOCKSTEP_RANK"), variable("LOCKSTEP_RESTART")};
+}
+
 std::string new_name() {
   std::random_device random;
-  const char* const rank = std::getenv("LOCKSTEP_RANK");
-  const auto number = rank == nullptr ? std::nullopt : whole_number<int>(rank);
-  return text(name_of_newcomer(number), std::hex, random(), random());
+  const auto [rank, restart] = launchers_numbers();
+  return text(name_of_newcomer(rank, restart), std::hex, random(), random());
 }
 
 // Of a newcomer: one line each, but for the last.
@@ -196,17 +206,17 @@ void Candidate::enter(const std::vector<std::string>& stores) {
   }
 }
 
-// Tells the launcher where it was refused, so that it is not started again.
+// Tells the launcher, so that this process is not started again.
+void Candidate::tell_refusal(const char* why) const {
+  const auto [rank, restart] = launchers_numbers();
+  stores_->here().without_prefix().set(cluster::key_of_refusal(rank, restart), why, here_deadline());
+}
+
 Members Candidate::take(const std::string& invitation) const {
   try {
     return place_in(invitation, self_);
   } catch (const ClusterError&) {
-    const auto variable = [](const char* name) {
-      const char* const value = std::getenv(name);
-      return std::string(value == nullptr ? "" : value);
-    };
-    stores_->here().without_prefix().set(
-        cluster::key_of_refusal(variable("LOCKSTEP_RANK"), variable("LOCKSTEP_RESTART")), "yes", here_deadline());
+    tell_refusal(cluster::kDoesNotFit);
     throw;
   }
 }
@@ -247,6 +257,7 @@ bool Candidate::training_has_ended() {
     } catch (const Error&) {  // that host is lost
     }
   }
+  tell_refusal(cluster::kNobodyIsLeft);
   throw ClusterError("all workers of the job that this process was to join have ended");
 }
 

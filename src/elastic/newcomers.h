@@ -49,6 +49,7 @@ class Candidate {
  private:
   void enter(const std::vector<std::string>& stores);
   Members take(const std::string& invitation) const;
+  void tell_refusal(const char* why) const;
   bool training_has_ended();
 
   const std::shared_ptr<ConnectedStores> stores_;

@@ -113,7 +113,7 @@ TEST(Members, AreNamedByTheLaunchersRanksWhereTheseDiffer) {
   Members members;
   members.world = {.rank = 0, .size = 4, .generation = 3};
   for (const auto& name :
-       {name_of_process(0), name_of_process(2), name_of_newcomer(5) + "1f", name_of_newcomer({}) + "2e"})
+       {name_of_process(0), name_of_process(2), name_of_newcomer("5", "1") + "1f", name_of_newcomer("", "") + "2e"})
     members.processes.push_back({.name = name, .host = "a"});
   EXPECT_EQ(launchers_ranks(members, {0, 3, 4}), "");
   EXPECT_EQ(launchers_ranks(members, {0, 1, 2}), " (rank 1 is the launcher's rank 2, rank 2 is the launcher's rank 5)");

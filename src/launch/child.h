@@ -79,6 +79,10 @@ class Child {
   // Another host's launcher has said that its ranks have ended.
   void report_end(int status) { reported_status_ = status; }
 
+  // Likewise, before it: that they found no member of an elastic job.
+  void report_nobody_is_left() { found_nobody_ = true; }
+  bool found_nobody() const { return found_nobody_; }
+
   // Whether it has just ended. Where it is gone, the rest of its process group is killed; another process may get its
   // process id as soon as `before_its_number_is_free` has returned.
   bool reap(const std::function<void(pid_t)>& before_its_number_is_free);
@@ -118,7 +122,7 @@ class Child {
   FileDescriptor log_;
   std::string last_line_, last_error_;
   std::optional<int> reported_status_;
-  bool ended_ = false, is_gone_ = false;
+  bool ended_ = false, is_gone_ = false, found_nobody_ = false;
   int status_ = 0, signal_ = 0;
 };
 

@@ -21,6 +21,9 @@ std::string signal_message(int signal);
 std::string ranks_ended_message(int status);
 std::optional<int> status_in(const std::string& line);  // of such a message, without the line's end
 
+// Likewise, before it: the ranks found that no member of the job is left on any host.
+inline constexpr const char* kNobodyIsLeftMessage = "lockstep part: nobody is left\n";
+
 // After which the other launcher counts as lost. Long, because it may be stopped for a while; its end, and that of the
 // connection, are noticed without it. An elastic job does without its launcher, and waits for nothing.
 inline constexpr double kLongSilenceSeconds = 300;

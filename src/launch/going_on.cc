@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "cluster/rendezvous.h"
 #include "launch/processes.h"
 #include "lockstep/base/error.h"
 
@@ -22,18 +23,21 @@ bool JobProcesses::replace(std::size_t index) {
   auto& command = members_[index];
   const auto& role = command.role;
   auto& child = *children_[index];
-  const bool goes_on_elastically = role.empty() && enough_are_left();
+  if (is_without_members(index)) {
+    nobody_is_left_ = true;
+    restarts_used_ = restarted_[role];
+    for (std::size_t i = 0; i < children_.size(); ++i) restarts_used_ -= !children_[i]->ended() && joins(i) ? 1 : 0;
+    return false;
+  }
+  const bool goes_on_elastically = role.empty() && (enough_are_left() || (child.found_nobody() && running()));
   if (role.empty() && !goes_on_elastically) return false;
   const bool has_begun = goes_on_elastically && context_.has_begun && context_.has_begun();
   if (child.is_controlled() && !has_begun) return false;
   const bool can_join = has_begun && !child.is_controlled();
   if (goes_on_elastically && !has_begun && context_.ended) context_.ended(child.rank());
-  const bool was_refused = command.environment.contains("LOCKSTEP_JOIN") && !child.was_killed() &&
-                           context_.was_refused &&
-                           context_.was_refused(child.rank(), command.environment["LOCKSTEP_RESTART"]);
   int& restarted = restarted_[role];
-  const bool may_start =
-      role.empty() ? can_join && (running() || is_part_) && !was_refused : command.dispensable || child.was_killed();
+  const bool may_start = role.empty() ? can_join && (running() || is_part_) && refusal(index).empty()
+                                      : command.dispensable || child.was_killed();
   const bool starts_again = may_start && restarted < limits_.restarts;
   if (!starts_again && !goes_on_elastically && (!command.dispensable || is_last_worker(index))) return false;
   const auto what = kNotice + end_of(child);
@@ -78,8 +82,7 @@ void JobProcesses::notice_those_left_out() {
   std::vector<const Child*> left;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     // A host's launcher looks after its own ranks.
-    const bool joins = members_[i].environment.contains("LOCKSTEP_JOIN");
-    if (!children_[i]->ended() && (joins || children_[i]->is_controlled())) return;
+    if (!children_[i]->ended() && (joins(i) || children_[i]->is_controlled())) return;
     if (!children_[i]->ended()) left.push_back(children_[i].get());
   }
   const bool some_ended = left.size() < children_.size();
@@ -142,6 +145,32 @@ bool JobProcesses::is_last_worker(std::size_t index) const {
     if (!children_[i]->ended() || children_[i]->status() == 0) return false;
   }
   return true;
+}
+
+// Why a process that came to the job was not taken in, as it told its launcher.
+std::string JobProcesses::refusal(std::size_t index) const {
+  const auto& child = *children_[index];
+  if (!joins(index) || child.was_killed() || !context_.refusal) return {};
+  return context_.refusal(child.rank(), members_[index].environment.at("LOCKSTEP_RESTART"));
+}
+
+// Whether one of an elastic job's latest members runs here, or has ended well. Each other launcher looks after its own.
+bool JobProcesses::has_member() const {
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    const auto& child = *children_[i];
+    if (child.ended() && child.status() != 0) continue;
+    if (child.is_controlled() || !context_.is_member) return true;
+    if (context_.is_member(child.rank(), joins(i) ? members_[i].environment.at("LOCKSTEP_RESTART") : "")) return true;
+  }
+  return false;
+}
+
+// Whether an elastic job has lost its last member with this process, so that nobody can take in those that wait. Where
+// other launchers run a part of the job, processes that wait find that.
+bool JobProcesses::is_without_members(std::size_t lost) const {
+  if (!limits_.elastic || !context_.has_begun || !context_.has_begun() || has_member()) return false;
+  if (children_[lost]->is_controlled()) return children_[lost]->found_nobody();
+  return !is_part_ || refusal(lost) == cluster::kNobodyIsLeft;
 }
 
 // As many as an elastic job needs.

@@ -51,12 +51,18 @@ void use_store(JobProcesses::Context& context, const Store& store) {
     }
     return has_begun;
   };
-  context.was_refused = [store](int rank, const std::string& restart) {
-    return !entry(store, cluster::key_of_refusal(std::to_string(rank), restart)).empty();
+  context.refusal = [store](int rank, const std::string& restart) {
+    return entry(store, cluster::key_of_refusal(std::to_string(rank), restart));
+  };
+  context.is_member = [store](int rank, const std::string& joined_at_restart) {
+    const auto members = entry(store, cluster::kMembersNow);
+    const auto name = joined_at_restart.empty() ? text(cluster::kProcess, rank, " ")
+                                                : text(cluster::kNewcomer, rank, "-", joined_at_restart, "-");
+    return members.empty() || members.find("\n" + name) != std::string::npos;
   };
   context.was_left_out = [store](int rank) {
     const auto members = entry(store, cluster::kMembersAtEnd);
-    return !members.empty() && ("\n" + members).find(text("\nprocess-", rank, "\n")) == std::string::npos;
+    return !members.empty() && ("\n" + members).find(text("\n", cluster::kProcess, rank, "\n")) == std::string::npos;
   };
 }
 

@@ -174,8 +174,15 @@ int launch_node(const LaunchOptions& options, std::ostream& out, std::ostream& e
                                     .others_run_elsewhere = true};
   std::jthread beginning;
   if (!place->joins) beginning = std::jthread([&](const std::stop_token& ends) { watch_beginning(ends, node, job); });
-  const int status = JobProcesses(ranks_of(part, token.path()), limits, context).run();
+  JobProcesses ranks(ranks_of(part, token.path()), limits, context);
+  const int status = ranks.run();
   beginning = {};  // it has ended, or never began
+  if (ranks.nobody_is_left()) {
+    err << "lockstep run: no worker is left that could take in others: start the job again on all nodes, and it goes "
+           "on "
+           "from its last backup"
+        << std::endl;
+  }
   if (!in_etcd) hold_for_others(here, signals);
   return status;
 }

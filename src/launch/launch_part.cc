@@ -78,8 +78,10 @@ int launch_part() {
                                     .restarts = part.restarts,
                                     .elastic = part.elastic,
                                     .until_launcher_is_lost = in_etcd ? kUntilEtcdKnows : 0};
-  const int status = JobProcesses(ranks_of(part, token.path()), limits, context).run();
+  JobProcesses ranks(ranks_of(part, token.path()), limits, context);
+  const int status = ranks.run();
   if (!store) return status;
+  if (ranks.nobody_is_left()) err << kNobodyIsLeftMessage;
   err << ranks_ended_message(status) << std::flush;
   if (!in_etcd) hold_store(*store, control, signals);
   return status;

@@ -172,10 +172,10 @@ class Attempt {
         discovery_(discovery),
         blacklist_(options.blacklist_seconds),
         hosts_(fill(options.hosts, processes(options))),
-        store_(store_for(options)),
+        store_(store_for(options, restart)),
         job_(members(options, restart),
              {.grace_seconds = options.grace_seconds,
-              .restarts = options.restarts,
+              .restarts = options.restarts - restart,
               .elastic = options.min_processes > 0,
               .fewest = options.min_processes},
              watched(context)) {}
@@ -255,10 +255,11 @@ class Attempt {
                : transport::address_towards(other->name.substr(other->name.find('@') + 1), Deadline::after(kForNames));
   }
 
-  // With etcd others learn by its entry that this launcher has ended.
-  Store store_for(const LaunchOptions& options) {
+  // With etcd others learn by its entry that this launcher has ended, and each start has entries of its own.
+  Store store_for(const LaunchOptions& options, int restart) {
     if (options.store.empty()) return Store::hold(transport::with_port(address_for(hosts_), 0), access(options));
-    auto store = Store::connect(options.store, Deadline::after(kForEtcd), access(options));
+    const auto address = restart == 0 ? options.store : text(options.store, "-restart-", restart);
+    auto store = Store::connect(address, Deadline::after(kForEtcd), access(options));
     presence_ = store.set_at_end(kEndOfLauncher, "reached", Deadline::after(kForStore));
     return store;
   }
@@ -274,7 +275,7 @@ class Attempt {
                   .environment = options.environment,
                   .log_dir = options.log_dir,
                   .grace_seconds = options.grace_seconds,
-                  .restarts = options.restarts,
+                  .restarts = options.restarts - restart,
                   .trusted_network = options.trusted_network,
                   .on_terminal = isatty(STDOUT_FILENO) == 1,
                   .timeline = !options.timeline.empty(),
@@ -373,19 +374,26 @@ int launch(const LaunchOptions& given, std::ostream& out, std::ostream& err) {
   std::optional<HostDiscovery> discovery;
   if (!options.host_discovery.empty()) {
     discovery.emplace(options.host_discovery);
-    int asked = 0;
-    options.hosts = first_hosts(*discovery, options, signals, err, asked);
-    if (asked != 0) return JobProcesses::report_signal(asked, err);
     options.processes.reset();
   }
-  const bool of_processes = options.workers > 0 || options.min_processes > 0;
-  const int restarts_of_job = of_processes ? 0 : options.restarts;
   for (int restart = 0;; ++restart) {
+    if (discovery) {
+      int asked = 0;
+      options.hosts = first_hosts(*discovery, given, signals, err, asked);
+      if (asked != 0) return JobProcesses::report_signal(asked, err);
+    }
     Attempt attempt(options, restart, {signals, reaper, out, err}, discovery ? &*discovery : nullptr);
+    const auto& job = attempt.job();
     const int status = attempt.job().run();
     if (!options.timeline.empty()) write_timelines(options.timeline, attempt.store(), err);
-    if (!attempt.job().failed() || attempt.job().was_asked_to_end() || restart == restarts_of_job) return status;
-    err << "lockstep run: restart " << restart + 1 << " of " << options.restarts << std::endl;
+    if (!job.failed() || job.was_asked_to_end() || options.workers > 0) return status;
+    const bool is_elastic = options.min_processes > 0;
+    if (is_elastic && !job.nobody_is_left()) return status;
+    if (is_elastic) err << "lockstep run: no worker is left that could take in others" << std::endl;
+    if (is_elastic) restart += job.restarts_used();
+    if (restart >= options.restarts) return status;
+    err << "lockstep run: " << (is_elastic ? "the whole job starts again, from its last backup if it has one: " : "")
+        << "restart " << restart + 1 << " of " << options.restarts << std::endl;
   }
 }
 

@@ -154,6 +154,7 @@ bool JobProcesses::read(Child& child) {
   });
   any |= child.read(Child::Stream::error, [&](const std::string& line, bool is_replaced) {
     const bool ends_job = child.is_controlled() && !limits_.elastic && line.starts_with(kReport);
+    if (child.is_controlled() && line + "\n" == kNobodyIsLeftMessage) return child.report_nobody_is_left();
     if (const auto status = child.is_controlled() ? status_in(line) : std::nullopt) return child.report_end(*status);
     if (!ends_job) return print(child, context_.err, line, is_replaced);
     if (first_ != nullptr || ending_) return;

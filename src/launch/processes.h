@@ -43,8 +43,13 @@ class JobProcesses {
     // Whether the other launcher still holds the job's store, although its connection to this one broke.
     std::function<bool()> launcher_lives = {};
 
-    // Whether a process that came to an elastic job was refused, since it does not fit.
-    std::function<bool(int rank, const std::string& restart)> was_refused = {};
+    // Why a process that came to an elastic job was not taken in (cluster::key_of_refusal); empty where it was not
+    // refused.
+    std::function<std::string(int rank, const std::string& restart)> refusal = {};
+
+    // Whether the process is among the latest members of an elastic job; also where that is not known.
+    // `joined_at_restart`: of one that came later, its LOCKSTEP_RESTART.
+    std::function<bool(int rank, const std::string& joined_at_restart)> is_member = {};
 
     // Whether an elastic training has ended without the process that began as `rank`.
     std::function<bool(int rank)> was_left_out = {};
@@ -76,6 +81,12 @@ class JobProcesses {
   int ranks(const std::function<bool(const std::string& name)>& counts) const;  // of those members that run
 
   bool failed() const { return first_ != nullptr; }
+
+  // It failed because all members of an elastic job were lost: nobody could take in others. And how many restarts had
+  // been used, without those of processes that were never taken in.
+  bool nobody_is_left() const { return nobody_is_left_; }
+  int restarts_used() const { return restarts_used_; }
+
   bool was_asked_to_end() const { return asked_ != 0; }
 
  private:
@@ -94,6 +105,10 @@ class JobProcesses {
   bool replace(std::size_t index);
   bool is_last_worker(std::size_t index) const;
   bool enough_are_left() const;
+  bool joins(std::size_t index) const { return members_[index].environment.contains("LOCKSTEP_JOIN"); }
+  std::string refusal(std::size_t index) const;
+  bool has_member() const;
+  bool is_without_members(std::size_t lost) const;
   void lose_launcher();
   void leave();
   void notice_those_left_out();
@@ -116,7 +131,9 @@ class JobProcesses {
   std::map<std::string, int> restarted_;          // [role]
   const Child* last_lost_ = nullptr;              // without which an elastic job went on
   const Child* first_ = nullptr;                  // that failed
-  std::string report_;                            // its failure, as another host's launcher reported it
+  bool nobody_is_left_ = false;
+  int restarts_used_ = 0;
+  std::string report_;  // its failure, as another host's launcher reported it
   std::set<const Child*> without_log_;
   bool nobody_reads_ = false;
   bool ends_left_out_ = false;  // what still runs was left out by those that have ended
