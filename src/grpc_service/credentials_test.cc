@@ -3,6 +3,8 @@
 
 #include <grpcpp/create_channel.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
@@ -13,10 +15,14 @@
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
 #include "grpc_service/caller.h"
+#include "grpc_service/channel.h"
 #include "grpc_service/connections.h"
 #include "grpc_service/endpoint.h"
+#include "grpc_service/identity.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/served_models.h"
+#include "transport/acceptor.h"
+#include "transport/socket.h"
 
 namespace lockstep::grpc_service {
 namespace {
@@ -121,6 +127,50 @@ TEST_F(Tls, TheServerWantsACertificateOfItsJob) {
   EXPECT_TRUE(connects(ours.certificates));
   EXPECT_FALSE(connects(others.certificates));
   EXPECT_FALSE(connects(""));
+}
+
+// Strangers who begin the TLS handshake, as many as may be without proof at a time, do not use up the server's
+// descriptors; a process of the job reaches it beside them, and a connection that has made a call stays.
+TEST_F(Tls, StrangersHoldABoundedNumberOfConnections) {
+  struct Served {
+    std::unique_ptr<Endpoint> endpoint;
+    std::shared_ptr<grpc::Channel> channel;
+    std::vector<FileDescriptor> strangers;
+  };
+  const auto ours = certified("ours");
+  const auto most = transport::most_that_prove();
+  std::string problem;
+  std::vector<Served> all;
+  for (const std::string host : {"127.0.0.1", "[::1]"}) {
+    auto& [endpoint, channel, strangers] = all.emplace_back();
+    endpoint = serve(host + ":0", ours, {.models = models_});
+    const auto address = called_address(endpoint->address(), ours, "ps 0");
+    channel = open_channel(address, ours, soon(), problem);
+    grpc::ClientContext context;
+    Identity(ours).add_to(context);
+    const grpc::internal::RpcMethod method(kMethod, grpc::internal::RpcMethod::BIDI_STREAMING, channel);
+    using Factory = grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer, grpc::ByteBuffer>;
+    const std::unique_ptr<ClientStream> stream(Factory::Create(channel.get(), method, &context));
+    stream->WritesDone();
+    EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::INVALID_ARGUMENT);  // it had no request
+    while (strangers.size() < most + 100) {
+      strangers.push_back(transport::connect_once(address, soon(), problem));
+      ASSERT_TRUE(strangers.back().open()) << problem;
+      ::send(strangers.back().get(), "\x16", 1, 0);  // of a handshake
+    }
+  }
+  for (const auto& [endpoint, channel, strangers] : all) {
+    // The server's ends, of which the first make room for the last.
+    const auto is_ended = [](const FileDescriptor& socket) {
+      char byte = 0;
+      return recv(socket.get(), &byte, 1, MSG_DONTWAIT) == 0;
+    };
+    for (const auto deadline = soon(); !is_ended(strangers[99]) && !deadline.passed();) usleep(1000);
+    EXPECT_TRUE(is_ended(strangers[99]));
+    EXPECT_FALSE(is_ended(strangers.back()));
+    connect(*endpoint, ours)->open("a model", soon());
+    EXPECT_EQ(channel->GetState(false), GRPC_CHANNEL_READY);
+  }
 }
 
 TEST_F(Tls, FilesThatCannotBeUsedAreNamed) {

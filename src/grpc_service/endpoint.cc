@@ -6,6 +6,7 @@
 #include <grpcpp/support/method_handler.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 
 #include <thread>
 
@@ -16,6 +17,7 @@
 #include "grpc_service/frames.h"
 #include "grpc_service/identity.h"
 #include "grpc_service/status.h"
+#include "grpc_service/unproven_connections.h"
 #include "lockstep/base/error.h"
 #include "transport/acceptor.h"
 #include "transport/socket.h"
@@ -44,7 +46,9 @@ class GrpcStream final : public CallStream {
 
 class Service : public grpc::Service {
  public:
-  Service(Access access, Services services) : access_(std::move(access)), services_(std::move(services)) {
+  // `unproven`: the server's connections with TLS.
+  Service(Access access, Services services, UnprovenConnections& unproven)
+      : access_(std::move(access)), services_(std::move(services)), unproven_(unproven) {
     using Handler = grpc::internal::BidiStreamingHandler<Service, grpc::ByteBuffer, grpc::ByteBuffer>;
     const auto answer = [](Service* self, grpc::ServerContext* context, Stream* stream) {
       return self->answer(*context, *stream);
@@ -57,6 +61,7 @@ class Service : public grpc::Service {
   grpc::Status answer(const grpc::ServerContext& context, Stream& stream) {
     try {
       check_identity(context, access_);
+      if (!unproven_.empty()) unproven_.prove(context.peer());
       Request request;
       grpc::ByteBuffer frame;
       if (!stream.Read(&frame) || !parse(frame, request))
@@ -71,21 +76,28 @@ class Service : public grpc::Service {
 
   const Access access_;
   const Services services_;
+  UnprovenConnections& unproven_;
   AnswerState state_;
+};
+
+// What waits for connections in a thread of its own.
+class Door {
+ public:
+  virtual ~Door() = default;
 };
 
 // Accepts connections, and gives those to the server whose other end has proved that it belongs to the job. So gRPC
 // neither reads a stranger's bytes nor keeps a descriptor for it.
-class Door {
+class ProvingDoor final : public Door {
  public:
   // The server must have been started, and outlive this object.
-  Door(FileDescriptor listener, const Access& access, grpc::Server& server)
+  ProvingDoor(FileDescriptor listener, const Access& access, grpc::Server& server)
       : listener_(std::move(listener)),
         stop_(eventfd(0, EFD_CLOEXEC)),
         thread_([this, access, &server] { accept(access, server); }) {}
-  ~Door() { eventfd_write(stop_.get(), 1); }
-  Door(const Door&) = delete;
-  Door& operator=(const Door&) = delete;
+  ~ProvingDoor() override { eventfd_write(stop_.get(), 1); }
+  ProvingDoor(const ProvingDoor&) = delete;
+  ProvingDoor& operator=(const ProvingDoor&) = delete;
 
  private:
   void accept(const Access& access, grpc::Server& server) {
@@ -105,10 +117,50 @@ class Door {
   std::jthread thread_;
 };
 
+// With TLS: gRPC makes the handshake, of a bounded number of connections at a time.
+class TlsDoor final : public Door {
+ public:
+  using ToServer = grpc::experimental::ExternalConnectionAcceptor;
+
+  // The server must have been started, and outlive this object, as must `unproven`.
+  TlsDoor(FileDescriptor listener, std::unique_ptr<ToServer> to_server, UnprovenConnections& unproven)
+      : listener_(std::move(listener)),
+        stop_(eventfd(0, EFD_CLOEXEC)),
+        to_server_(std::move(to_server)),
+        thread_([this, &unproven] { accept(unproven); }) {}
+  ~TlsDoor() override { eventfd_write(stop_.get(), 1); }
+  TlsDoor(const TlsDoor&) = delete;
+  TlsDoor& operator=(const TlsDoor&) = delete;
+
+ private:
+  void accept(UnprovenConnections& unproven) {
+    constexpr auto kLongestPoll = transport::Acceptor::kLongestPoll;
+    for (bool has_room = true;;) {
+      pollfd polls[] = {{stop_.get(), POLLIN, 0}, {has_room ? listener_.get() : -1, POLLIN, 0}};
+      poll(polls, 2, has_room && unproven.empty() ? -1 : kLongestPoll);
+      if (polls[0].revents != 0) return;
+      has_room = unproven.make_room();
+      if (!has_room || polls[1].revents == 0) continue;
+      FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      has_room = socket.open() || (errno != EMFILE && errno != ENFILE);
+      if (!socket.open()) continue;
+      unproven.add(socket);
+      ToServer::NewConnectionParameters connection;
+      connection.listener_fd = listener_.get();
+      connection.fd = socket.release();
+      to_server_->HandleNewConnection(&connection);
+    }
+  }
+
+  const FileDescriptor listener_, stop_;
+  const std::unique_ptr<ToServer> to_server_;
+  std::jthread thread_;
+};
+
 class GrpcEndpoint final : public parameter_server::Endpoint {
  public:
   GrpcEndpoint(const std::string& address, const Access& access, const Services& services)
-      : service_(access, services) {
+      : unproven_(transport::most_that_prove()), service_(access, services, unproven_) {
     grpc::ServerBuilder builder;
     grpc::ResourceQuota quota;
     quota.SetMaxThreads(kMostThreads);
@@ -138,22 +190,25 @@ class GrpcEndpoint final : public parameter_server::Endpoint {
     address_ = transport::local_address(listener);
     server_ = builder.BuildAndStart();
     if (!server_) throw ClusterError(text("cannot answer calls at ", address));
-    door_ = std::make_unique<Door>(std::move(listener), access, *server_);
+    door_ = std::make_unique<ProvingDoor>(std::move(listener), access, *server_);
   }
 
   void start_with_tls(grpc::ServerBuilder& builder, const std::string& address, const Access& access) {
-    int port = 0;
+    auto listener = transport::listen_at(address, access);
+    address_ = told_address(transport::local_address(listener), access);
     builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kToProveByTls);
-    builder.AddListeningPort(address, server_credentials(access), &port);
+    using Type = grpc::ServerBuilder::experimental_type::ExternalConnectionType;
+    auto to_server = builder.experimental().AddExternalConnectionAcceptor(Type::FROM_FD, server_credentials(access));
     server_ = builder.BuildAndStart();
-    if (!server_ || port == 0) throw ClusterError(text("cannot answer calls at ", address, ": is the port in use?"));
-    address_ = told_address(transport::with_port(address.substr(0, address.rfind(':')), port), access);
+    if (!server_) throw ClusterError(text("cannot answer calls at ", address));
+    door_ = std::make_unique<TlsDoor>(std::move(listener), std::move(to_server), unproven_);
   }
 
+  UnprovenConnections unproven_;  // with TLS
   Service service_;
   std::string address_;
   std::unique_ptr<grpc::Server> server_;
-  std::unique_ptr<Door> door_;  // null with TLS
+  std::unique_ptr<Door> door_;
 };
 
 }  // namespace

@@ -19,19 +19,18 @@ namespace {
 constexpr std::chrono::seconds kToProve(30), kToBelong(2);
 constexpr std::chrono::milliseconds kToOpen(100);
 
-// The most connections in the handshake: an eighth of this process's descriptors, and at most kMost.
-std::size_t most_that_prove() {
-  constexpr rlim_t kMost = 256;
-  rlimit limit{};
-  return getrlimit(RLIMIT_NOFILE, &limit) == 0 ? std::max<rlim_t>(1, std::min(kMost, limit.rlim_cur / 8)) : kMost;
-}
-
 void warn(const std::string& problem) {
   static RepeatedWarning warning;
   warning.log(text("turned a connection away: ", problem));
 }
 
 }  // namespace
+
+std::size_t most_that_prove() {
+  constexpr rlim_t kMost = 256;
+  rlimit limit{};
+  return getrlimit(RLIMIT_NOFILE, &limit) == 0 ? std::max<rlim_t>(1, std::min(kMost, limit.rlim_cur / 8)) : kMost;
+}
 
 Acceptor::Acceptor(const FileDescriptor& listener, Access access, const Greeting& who, Refuse refuse, Bound bound)
     : listener_(listener),

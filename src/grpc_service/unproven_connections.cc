@@ -1,0 +1,112 @@
+#include "grpc_service/unproven_connections.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <chrono>
+
+#include "base/log.h"
+#include "base/text.h"
+
+namespace lockstep::grpc_service {
+namespace {
+
+// gRPC ends connections that do not complete the TLS handshake sooner (endpoint.cc).
+constexpr std::chrono::seconds kToProve(30), kToBelong(2);
+constexpr std::chrono::milliseconds kToSpeak(100);
+
+// As gRPC names it, but for the brackets of IPv6, which it writes as %5B and %5D.
+std::string peer_of(const FileDescriptor& socket) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  if (getpeername(socket.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0) return {};
+  char host[INET6_ADDRSTRLEN] = {};
+  if (address.ss_family == AF_INET) {
+    const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
+    return text("ipv4:", inet_ntop(AF_INET, &v4.sin_addr, host, sizeof host), ":", ntohs(v4.sin_port));
+  }
+  const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);
+  if (IN6_IS_ADDR_V4MAPPED(&v6.sin6_addr)) {
+    return text("ipv4:", inet_ntop(AF_INET, &v6.sin6_addr.s6_addr[12], host, sizeof host), ":", ntohs(v6.sin6_port));
+  }
+  return text("ipv6:[", inet_ntop(AF_INET6, &v6.sin6_addr, host, sizeof host), "]:", ntohs(v6.sin6_port));
+}
+
+// Without the zone of a link-local address, which is "%25eth0".
+std::string with_brackets(std::string peer) {
+  const auto replace = [&](const std::string& escaped, const char* bracket) {
+    const auto at = peer.find(escaped);
+    if (at != std::string::npos) peer.replace(at, escaped.size(), bracket);
+  };
+  replace("%5B", "[");
+  replace("%5D", "]");
+  const auto zone = peer.find('%');
+  if (zone != std::string::npos) peer.erase(zone, peer.find(']', zone) - zone);
+  return peer;
+}
+
+bool has_ended(const FileDescriptor& socket) {
+  pollfd polled{socket.get(), 0, 0};
+  return poll(&polled, 1, 0) > 0;
+}
+
+bool has_sent(const FileDescriptor& socket) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  return getsockopt(socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) == 0 && info.tcpi_bytes_received > 0;
+}
+
+}  // namespace
+
+void UnprovenConnections::add(const FileDescriptor& socket) {
+  FileDescriptor copy(fcntl(socket.get(), F_DUPFD_CLOEXEC, 0));
+  if (!copy.open()) return;
+  MutexLock lock(mutex_);
+  connections_.insert_or_assign(peer_of(socket), Connection{std::move(copy), Deadline::Clock::now()});
+}
+
+void UnprovenConnections::prove(const std::string& peer) {
+  MutexLock lock(mutex_);
+  const auto found = connections_.find(with_brackets(peer));
+  if (found != connections_.end()) found->second.has_proved = true;
+}
+
+bool UnprovenConnections::make_room() {
+  const auto now = Deadline::Clock::now();
+  const auto end = [](const Connection& connection) { shutdown(connection.copy.get(), SHUT_RDWR); };
+  MutexLock lock(mutex_);
+  std::erase_if(connections_, [&](const auto& entry) {
+    const auto& connection = entry.second;
+    if (connection.has_proved || has_ended(connection.copy)) return true;
+    if (now - connection.since <= kToProve) return false;
+    end(connection);
+    return true;
+  });
+  if (connections_.size() < most_) return true;
+  auto last = connections_.end();
+  for (const bool silent : {true, false}) {
+    for (auto i = connections_.begin(); i != connections_.end() && (silent || last == connections_.end()); ++i) {
+      const auto& [copy, since, has_proved] = i->second;
+      if (now - since <= (silent ? std::chrono::nanoseconds(kToSpeak) : kToBelong) || (silent && has_sent(copy)))
+        continue;
+      if (last == connections_.end() || since < last->second.since) last = i;
+    }
+  }
+  if (last == connections_.end()) return false;
+  end(last->second);
+  connections_.erase(last);
+  static RepeatedWarning warning;
+  warning.log(text("turned a connection away: more than ", most_,
+                   " at a time have not proved by a call that they belong to this job"));
+  return true;
+}
+
+bool UnprovenConnections::empty() const {
+  MutexLock lock(mutex_);
+  return connections_.empty();
+}
+
+}  // namespace lockstep::grpc_service

@@ -1,0 +1,49 @@
+// Connections of a server with TLS on which no call has proved yet that the caller has the job's token.
+#pragma once
+
+#include <poll.h>
+
+#include <cstddef>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/file_descriptor.h"
+#include "base/mutex.h"
+#include "lockstep/base/deadline.h"
+
+namespace lockstep::grpc_service {
+
+// gRPC has them and makes their TLS handshakes. Their number is bounded as transport/acceptor.h bounds those in its
+// handshake, so that strangers, who need no certificate to connect, do not use up this process's descriptors. One
+// thread accepts, and calls `add` and `make_room`; any thread may call the others.
+class UnprovenConnections {
+ public:
+  // The most at a time.
+  explicit UnprovenConnections(std::size_t most) : most_(most) {}
+
+  // Remembers a connection by a copy of its descriptor, before gRPC gets it.
+  void add(const FileDescriptor& socket);
+
+  // A call from `peer`, as gRPC names it ("ipv4:127.0.0.1:4000"), has proved that it has the token.
+  void prove(const std::string& peer);
+
+  // Forgets those that have proved that, or have ended; ends those that have exceeded their time, and, where there are
+  // too many, the oldest that has sent nothing, else the oldest that is slow. False where there is room for none.
+  bool make_room();
+
+  bool empty() const;
+
+ private:
+  struct Connection {
+    FileDescriptor copy;
+    Deadline::Clock::time_point since;
+    bool has_proved = false;
+  };
+
+  const std::size_t most_;
+  mutable Mutex mutex_;
+  std::map<std::string, Connection> connections_ LOCKSTEP_GUARDED_BY(mutex_);  // [peer]
+};
+
+}  // namespace lockstep::grpc_service
