@@ -96,6 +96,19 @@ class MoreElasticHosts(Trainings):
                 self.assertIn("joined at step", self.log(victim))
                 self.expect_end(0)
 
+    def test_all_workers_are_lost(self):
+        """Those in their places find nobody whom they could join, on any host: the job starts again from its backup."""
+        self.start(3, options=("--restarts", "1"), min_n=2, FOLDER=self.folder)
+        self.wait_for(1, "step 10")
+        for rank in range(3):
+            self.kill(int(re.search(r"worker at (\d+)", self.log(rank))[1]))
+        self.wait_for(1, "starts again at step")
+        self.assertGreater(int(re.search(r"starts again at step (\d+)", self.log(1))[1]), 8)
+        self.expect_trained([0, 1, 2], 30)
+        output = self.expect_end(0)
+        self.assertIn("no worker is left that could take in others", output)
+        self.assertIn("the whole job starts again, from its last backup if it has one: restart 1 of 1", output)
+
     def test_shards_of_a_lost_host_are_on_another(self):
         for at_once in (False, True):
             with self.subTest(at_once=at_once):
