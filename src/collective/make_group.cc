@@ -1,6 +1,7 @@
 #include "lockstep/collective/make_group.h"
 
 #include <algorithm>
+#include <atomic>
 #include <set>
 
 #include "base/log.h"
@@ -82,8 +83,17 @@ void require_good(const World& world, const Access& access, const GroupOptions& 
 
 // Why this rank cannot use UCX, whose connections are not authenticated; empty where it can.
 std::string why_not_over_ucx(const collective::Place& place) {
-  if (!transport::why_no_ucx().empty() || transport::is_loopback(place.address) || place.access.trusted_network)
-    return transport::why_no_ucx();
+  if (!transport::why_no_ucx().empty() || place.access.trusted_network) return transport::why_no_ucx();
+  if (transport::is_loopback(place.address)) {
+    static std::atomic<bool> told{false};
+    if (!told.exchange(true)) {
+      log_warning(
+          "UCX's links cannot be protected: another user of this host who finds their ports can read and write this "
+          "process's memory; the network \"tcp\" is protected, and LOCKSTEP_TRUSTED_NETWORK=1 says that all are "
+          "trusted");
+    }
+    return "";
+  }
   return text("UCX's links cannot be protected, and ", place.address,
               " is not a loopback address; where everybody who reaches this network is trusted, set "
               "LOCKSTEP_TRUSTED_NETWORK=1");

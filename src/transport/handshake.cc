@@ -20,7 +20,8 @@ static_assert(sizeof(Proof) == crypto_auth_hmacsha256_BYTES);
 
 constexpr const char* kNoProof =
     "it cannot prove that it belongs to this job: its token is another (LOCKSTEP_TOKEN_FILE, or ~/.lockstep/token "
-    "where that is not set)";
+    "where that is not set), or another process relays a connection to a loopback address from another host or network "
+    "namespace";
 
 // What is proved, so that no proof can stand for another.
 enum class Label : char {
@@ -108,7 +109,13 @@ bool is_bound(const SocketAddress& dialled, const SocketAddress& accepted, Bound
 }
 
 Proof prove_opening(const Access& access, const Greeting& connects, const SocketAddress& dialled) {
-  return Authenticated(access, Label::opening).add(connects).add(dialled).proof();
+  Authenticated opening(access, Label::opening);
+  opening.add(connects).add(dialled);
+  // Every host has these addresses. Without a token they prove nothing.
+  if (!access.token.empty() && is_loopback(dialled)) {
+    for (const char letter : this_network()) opening.add(letter);
+  }
+  return opening.proof();
 }
 
 Proof prove(const Access& access, End end, const Handshake& handshake) {

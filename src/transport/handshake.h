@@ -5,10 +5,11 @@
 //                                <-  Greeting, Proof
 //   Proof                        ->
 //
-// `dialled` is the address to which the connection was made. The opening is a proof of the first greeting and of this
-// address, so that an end that accepts keeps no stranger. A proof is the HMAC-SHA-256, under the job's token, of the
-// role of the end that makes it, of both greetings and of the address that was dialled. So it is valid for this
-// connection only, and cannot be sent back to its maker. Without a token the key is empty.
+// `dialled` is the address to which the connection was made. The opening is a proof of the first greeting, of this
+// address and, where it is a loopback address, of the host and network namespace; so an end that accepts keeps no
+// stranger. A proof is the HMAC-SHA-256, under the job's token, of the role of the end that makes it, of both greetings
+// and of the address that was dialled. So it is valid for this connection only, and cannot be sent back to its maker.
+// Without a token the key is empty.
 //
 // A process that relays a handshake is dialled at its own address, which the end that accepts does not have. The keys
 // of a session are derived from the same values, and no relay can know them (transport/seal.h).

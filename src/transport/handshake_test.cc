@@ -3,12 +3,17 @@
 #include "lockstep/transport/access.h"
 
 #include <gtest/gtest.h>
+#include <net/if.h>
 #include <poll.h>
+#include <sched.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <cerrno>
 #include <future>
+#include <optional>
 #include <thread>
+#include <utility>
 
 #include "lockstep/base/error.h"
 #include "transport/acceptor.h"
@@ -185,6 +190,37 @@ TEST(Handshake, ARelayIsRefused) {
   expect_says(message_of<ClusterError>([&] { introduce(socket, kOurs, {}, soon()); }),
               "the connection to " + local_address(front) + " was accepted at another address: another process relays");
   expect_says(accepting.get(), "the connection to " + local_address(front) + " was accepted at " + real.address());
+}
+
+// In a network namespace of its own, with the same loopback address and port.
+TEST(Handshake, ARelayBetweenLoopbackAddressesOfTwoNetworksIsRefused) {
+  const auto front = listen_at("127.0.0.1:0", {});
+  std::string heard;
+  FileDescriptor to_real;  // the stranger's
+  std::promise<void> is_there;
+  auto accepting = std::async(std::launch::async, [&]() -> std::string {
+    const auto listener = [&]() -> std::optional<FileDescriptor> {
+      const FileDescriptor control(::unshare(CLONE_NEWNET) == 0 ? ::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0) : -1);
+      ifreq loopback{.ifr_ifrn = {.ifrn_name = "lo"}, .ifr_ifru = {.ifru_flags = IFF_UP}};
+      if (ioctl(control.get(), SIOCSIFFLAGS, &loopback) != 0) return std::nullopt;
+      auto made = listen_at(local_address(front), {});
+      to_real = connect_to(local_address(made), soon());
+      return made;
+    }();
+    is_there.set_value();
+    if (!listener) return "there is no other network: only root can make one";
+    AcceptingEnd end(accept_from(*listener, soon()));
+    return message_of<ClusterError>([&] {
+      while (!end.advance(kOurs, {}, [](const Greeting&) { return ""; })) {
+        wait_for_events(end.socket().get(), POLLIN, soon());
+      }
+    });
+  });
+  is_there.get_future().wait();
+  std::jthread stranger([&] { relay(accept_from(front, soon()), std::exchange(to_real, {}), heard); });
+  const auto socket = connect_to(local_address(front), soon());
+  for (const auto& said : {message_of<ClusterError>([&] { introduce(socket, kOurs, {}, soon()); }), accepting.get()})
+    expect_says(said, "another process relays a connection to a loopback address from another host");
 }
 
 // A stranger that sends a process's own words back to it.

@@ -6,12 +6,14 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -140,6 +142,14 @@ bool is_loopback(const SocketAddress& address) {
   in6_addr host;
   std::memcpy(&host, address.host.data(), sizeof host);
   return IN6_IS_ADDR_LOOPBACK(&host);
+}
+
+std::string this_network() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat network {};
+  if (stat("/proc/thread-self/ns/net", &network) != 0) network = {};
+  return text(boot, " ", network.st_dev, " ", network.st_ino);
 }
 
 std::string print(const SocketAddress& address) {

@@ -31,6 +31,11 @@ struct SocketAddress {
 SocketAddress own_end_of(const FileDescriptor& socket);
 SocketAddress other_end_of(const FileDescriptor& socket);
 bool is_loopback(const SocketAddress& address);
+
+// The host and its network namespace in which this thread's loopback addresses are. Parts that the system does not tell
+// are empty.
+std::string this_network();
+
 std::string print(const SocketAddress& address);  // as "host:port"
 
 bool has_ipv6();  // of the system, whether or not an interface has such an address

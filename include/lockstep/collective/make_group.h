@@ -36,7 +36,8 @@ struct GroupOptions {
 
   // "tcp": sockets, the fastest over Ethernet; "ucx": UCX, for RDMA. UCX's own UCX_* variables apply; loading it with a
   // process's first such group changes the environment for a moment. Its connections are not authenticated: whoever
-  // reaches them can read and write this process's memory, so it is for trusted networks. The UCX that tools/bootstrap
+  // reaches them, on loopback addresses other users of the host, can read and write this process's memory. So it is for
+  // trusted networks and hosts. The UCX that tools/bootstrap
   // installs has TCP only; for RDMA configure with the site's own (1.22 or newer) in CMAKE_PREFIX_PATH.
   std::string network = "tcp";
 
