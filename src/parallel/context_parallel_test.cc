@@ -9,6 +9,7 @@
 
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
+#include "collective/ranks_testing.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "lockstep/parallel/gradients.h"
 #include "lockstep/parallel/tensor_parallel.h"
@@ -127,6 +128,41 @@ TEST(ContextParallel, TrainsAsOneProcess) {
       EXPECT_LT(largest_difference(mine, parameters_of(*whole)), 1e-9);
     });
   }
+}
+
+// What both ranks throw, where rank 0 calls `first` and rank 1 `second`.
+std::string said_by_both(const std::function<void(const Communicator& ranks, bool is_first)>& act) {
+  const auto errors = collective::run_ranks(
+      {.group = {.backend = "tcp"}}, [&](const Group& group) { act(Communicator(group, 30), group.rank() == 0); });
+  std::string said;
+  for (const auto& error : errors) {
+    EXPECT_NE(error, nullptr);
+    if (error != nullptr) said += message_of([&] { std::rethrow_exception(error); });
+  }
+  return said;
+}
+
+// All have the same sizes: mixed, a rank would attend to the keys of another layer.
+TEST(ContextParallel, RanksInAnotherAttentionAreToldWhich) {
+  const auto x = torch::randn({2, 3, 4, 5}, at::kDouble).requires_grad_();
+  const auto by_purpose = said_by_both([&](const Communicator& ranks, bool is_first) {
+    ring_attention(x, x, x, ranks.with_purpose(Purpose(is_first ? "attention of block 1" : "attention of block 2")));
+  });
+  expect_says(by_purpose, "for attention of block 1");
+  expect_says(by_purpose, "for attention of block 2");
+  const auto by_mask = said_by_both(
+      [&](const Communicator& ranks, bool is_first) { ring_attention(x, x, x, ranks, {.is_causal = is_first}); });
+  expect_says(by_mask, "for causal ring_attention");
+  expect_says(by_mask, "for ring_attention");
+  const auto in_backward = said_by_both([&](const Communicator& ranks, bool is_first) {
+    const ContextParallel context(ranks);
+    const auto mine = x.detach().clone().requires_grad_();
+    const auto first = at::scaled_dot_product_attention(mine, mine, mine),
+               second = at::scaled_dot_product_attention(mine, mine, mine);
+    (is_first ? first : second).sum().backward();
+  });
+  expect_says(in_backward, "for the backward of attention 1 in ContextParallel");
+  expect_says(in_backward, "for the backward of attention 2 in ContextParallel");
 }
 
 TEST(ContextParallel, RefusesWhatDoesNotFit) {

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "base/text.h"
+#include "collective/backward_purpose.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/divided_parameter.h"
 #include "parallel/exchange.h"
@@ -25,8 +26,9 @@ Tensor all_to_all_rows(const Tensor& rows, const Numbers& sent, const Numbers& r
   for (const auto count : received) output_counts.push_back(static_cast<std::size_t>(count) * width);
   auto result =
       at::empty({std::accumulate(received.begin(), received.end(), std::int64_t{0}), rows.size(1)}, host.options());
-  ranks.group().run(Call::all_to_all(buffer_of(host), buffer_of(result), input_counts, output_counts),
-                    ranks.deadline());
+  auto call = Call::all_to_all(buffer_of(host), buffer_of(result), input_counts, output_counts);
+  call.purpose = ranks.purpose();
+  ranks.group().run(call, ranks.deadline());
   return result.to(rows.device());
 }
 
@@ -45,8 +47,9 @@ struct ExchangeRows : torch::autograd::Function<ExchangeRows> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& gradients) {
     const auto& data = context->saved_data;
+    const auto ranks = parallel::communicator_in(data.at("ranks"));
     return {exchange_rows(gradients[0], data.at("received").toIntVector(), data.at("sent").toIntVector(),
-                          parallel::communicator_in(data.at("ranks"))),
+                          ranks.with_purpose(collective::backward_of(ranks.purpose()))),
             Tensor(), Tensor(), Tensor()};
   }
 };
@@ -121,11 +124,17 @@ const MoEOptions& checked(const MoEOptions& options, const Communicator& ranks) 
   return options;
 }
 
+// Whose calls are for one layer. All ranks make theirs in one order.
+Communicator named(const Communicator& ranks) {
+  if (ranks.size() == 1 || ranks.purpose().told()) return ranks;
+  return ranks.with_purpose(Purpose(text("MoE ", ranks.group().next_number() + 1)));
+}
+
 }  // namespace
 
 MoEImpl::MoEImpl(MoEOptions options, std::int64_t width, const internal::MakeModule& make,
                  internal::ForwardOfModule forward, Communicator ranks)
-    : options_(checked(options, ranks)), ranks_(std::move(ranks)), expert_forward_(std::move(forward)) {
+    : options_(checked(options, ranks)), ranks_(named(ranks)), expert_forward_(std::move(forward)) {
   gate_ = register_parameter("gate", at::empty({options_.experts, width}));
   torch::nn::init::kaiming_uniform_(gate_, std::sqrt(5.0));
   const auto own = options_.experts / ranks_.size();

@@ -8,6 +8,7 @@
 
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
+#include "collective/ranks_testing.h"
 #include "lockstep/parallel/gradients.h"
 #include "parallel/expert_testing.h"
 #include "parallel/transformer_testing.h"
@@ -96,6 +97,29 @@ TEST(MoE, BalanceLossIsOneWhereTokensAreSpreadEvenly) {
   EXPECT_NEAR(moe->balance_loss().item<double>(), 1, 1e-12);
   moe(x.abs());  // all to one
   EXPECT_GT(moe->balance_loss().item<double>(), 1.5);
+}
+
+// Two layers of equal sizes: mixed, tokens would go through the other layer's experts.
+TEST(MoE, RanksInAnotherLayerAreToldWhich) {
+  for (const bool in_backward : {false, true}) {
+    SCOPED_TRACE(in_backward ? "backward" : "forward");
+    const auto errors = collective::run_ranks({.group = {.backend = "threads"}}, [&](const Group& group) {
+      auto first = make_moe({.experts = 4}, {group, 30}), second = make_moe({.experts = 4}, {group, 30});
+      const auto x = tokens_of(0).requires_grad_();
+      if (!in_backward) {
+        (group.rank() == 0 ? first : second)(x);
+        return;
+      }
+      const auto of_first = first(x), of_second = second(x);
+      (group.rank() == 0 ? of_first : of_second).sum().backward();
+    });
+    for (const auto& error : errors) {
+      ASSERT_NE(error, nullptr);
+      const auto said = message_of<InvalidArgument>([&] { std::rethrow_exception(error); });
+      expect_says(said, in_backward ? "for the backward of MoE 1, rank 1 calls" : "for MoE 1, rank 1 calls");
+      expect_says(said, in_backward ? "for the backward of MoE 2" : "for MoE 2");
+    }
+  }
 }
 
 TEST(MoE, RefusesWhatDoesNotFit) {

@@ -86,6 +86,7 @@ struct Pipeline::State {
     for (auto& stage : stages) stage.forget_make();  // it may hold all layers
     for (const auto& copies : options.tied) tied.emplace_back(copies, schedule, modules, ranks);
     split_weights();
+    name_purposes();
     ranks.group().barrier(ranks.deadline());
     zero = Deadline::Clock::now();
   }
@@ -101,6 +102,24 @@ struct Pipeline::State {
       throw InvalidArgument(
           text("Pipeline: schedule ", chosen.name, " has other stages or microbatches for other costs"));
     schedule = std::move(chosen);
+  }
+
+  // Numbered anew after a regroup, on all ranks.
+  void name_purposes() {
+    const auto name = text("Pipeline ", ranks.group().next_number() + 1);
+    stepping = Purpose("a step of " + name);
+    predicting = Purpose("a forward of " + name);
+    ranks_for_losses = ranks.with_purpose(Purpose("the losses of " + name));
+    ranks_for_outputs = ranks.with_purpose(Purpose("the outputs of " + name));
+    ranks_for_costs = ranks.with_purpose(Purpose("the measured costs of " + name));
+  }
+
+  // Links are of one pipeline alone: a rank that is in another one would wait on other links, to no end. So all first
+  // tell what they begin.
+  void begin(Purpose purpose) const {
+    auto call = Call::barrier();
+    call.purpose = purpose;
+    ranks.group().run(call, ranks.deadline());
   }
 
   void split_weights() const {
@@ -128,6 +147,8 @@ struct Pipeline::State {
 
   std::vector<PipelineStage> stages;
   const Communicator ranks;
+  Communicator ranks_for_losses, ranks_for_outputs, ranks_for_costs;  // the same ranks
+  Purpose stepping, predicting;
   const PipelineOptions options;
   PipelineSchedule schedule;
   std::optional<parallel::StageLinks> links;
@@ -146,24 +167,29 @@ Pipeline::~Pipeline() = default;
 
 double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& loss) {
   check_examples(x, target, state_->ranks);
-  return sum_of_losses(*this, state_->ranks, x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
-    if (first == 0) parallel::check_labels_count_alike("Pipeline::step", target, state_->options.microbatches);
-    return loss(output, target.narrow(0, first, count)) * (static_cast<double>(count) / static_cast<double>(x.size(0)));
-  });
+  return sum_of_losses(*this, state_->ranks_for_losses, x,
+                       [&](const Tensor& output, std::int64_t first, std::int64_t count) {
+                         if (first == 0)
+                           parallel::check_labels_count_alike("Pipeline::step", target, state_->options.microbatches);
+                         return loss(output, target.narrow(0, first, count)) *
+                                (static_cast<double>(count) / static_cast<double>(x.size(0)));
+                       });
 }
 
 double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& sum, const PipelineWeight& weight) {
   check_examples(x, target, state_->ranks);
   std::optional<double> all;  // the batch's weight, on the last stage's rank
-  return sum_of_losses(*this, state_->ranks, x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
-    if (!all) all = weight(target);
-    return sum(output, target.narrow(0, first, count)) / *all;
-  });
+  return sum_of_losses(*this, state_->ranks_for_losses, x,
+                       [&](const Tensor& output, std::int64_t first, std::int64_t count) {
+                         if (!all) all = weight(target);
+                         return sum(output, target.narrow(0, first, count)) / *all;
+                       });
 }
 
 void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches) {
   if (!at::GradMode::is_enabled()) throw InvalidArgument("Pipeline: gradients are off; use forward");
   for (auto& each : state_->tied) each.begin_step();
+  state_->begin(state_->stepping);
   state_->step_began = Deadline::Clock::now();
   state_->run([&](parallel::PipelineRun& run) { run.train(x, loss, most_microbatches, state_->times); });
   state_->timed_actions = state_->schedule.actions[static_cast<std::size_t>(state_->ranks.rank())];
@@ -177,10 +203,12 @@ void Pipeline::regroup() {
   state_->steps = 0;
   state_->links.emplace(state_->ranks, pairs_of(state_->schedule));
   for (auto& each : state_->tied) each.regroup(state_->ranks);
+  state_->name_purposes();
 }
 
 Tensor Pipeline::forward(const Tensor& x, std::int64_t most_microbatches) {
   Tensor output;
+  state_->begin(state_->predicting);
   state_->run([&](parallel::PipelineRun& run) { output = run.predict(x, most_microbatches); });
   // The others get to know its shape first.
   const auto last = state_->schedule.rank_of_stage.back();
@@ -189,14 +217,14 @@ Tensor Pipeline::forward(const Tensor& x, std::int64_t most_microbatches) {
     shape = output.sizes().vec();
     shape.insert(shape.begin(), static_cast<std::int64_t>(output.scalar_type()));
   }
-  const std::string bytes =
-      state_->ranks.broadcast({reinterpret_cast<const char*>(shape.data()), shape.size() * sizeof(std::int64_t)}, last);
+  const std::string bytes = state_->ranks_for_outputs.broadcast(
+      {reinterpret_cast<const char*>(shape.data()), shape.size() * sizeof(std::int64_t)}, last);
   shape.resize(bytes.size() / sizeof(std::int64_t));
   std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(shape.data()));
   const at::IntArrayRef sizes(shape.data() + 1, shape.size() - 1);
   if (!output.defined()) output = at::empty(sizes, x.options().dtype(static_cast<at::ScalarType>(shape[0])));
   output = output.contiguous();
-  broadcast(state_->ranks, {output}, last);
+  broadcast(state_->ranks_for_outputs, {output}, last);
   return output;
 }
 
@@ -228,7 +256,7 @@ std::vector<PipelineCosts> Pipeline::measured_costs() const {
   for (const auto& [key, values] : seconds) {
     all[kKinds * static_cast<std::size_t>(key.first) + static_cast<std::size_t>(key.second)] = median(values);
   }
-  state_->ranks.sum(all);
+  state_->ranks_for_costs.sum(all);
   // Pipelines of one mesh, which communicate within stages, must choose the same order.
   const auto mesh = parallel::mesh_of(state_->ranks);
   mesh.sum(all);

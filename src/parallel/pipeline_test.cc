@@ -10,6 +10,7 @@
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
 #include "collective/on_ranks_testing.h"
+#include "collective/ranks_testing.h"
 #include "lockstep/parallel/device_mesh.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "parallel/split_linear.h"
@@ -100,6 +101,30 @@ TEST(Pipeline, TakesFewerExamplesThanMicrobatches) {
       }
     }
   });
+}
+
+// Each has links of its own, on which a rank of another one would wait for the deadline.
+TEST(Pipeline, RanksInAnotherPipelineAreToldWhich) {
+  for (const bool trains_on_both : {true, false}) {
+    const auto errors = collective::run_ranks({.group = {.backend = "threads"}}, [&](const Group& group) {
+      Pipeline first(stages_of(2), {group, 300}, {.microbatches = 2});
+      Pipeline second(stages_of(2), {group, 300}, {.microbatches = 2});
+      const auto batch = make_batch(0, 4);
+      if (group.rank() == 0) {
+        first.step(batch.ids, batch.labels, cross_entropy);
+      } else if (trains_on_both) {
+        second.step(batch.ids, batch.labels, cross_entropy);
+      } else {
+        first.forward(batch.ids);
+      }
+    });
+    for (const auto& error : errors) {
+      ASSERT_NE(error, nullptr);
+      const auto said = message_of<InvalidArgument>([&] { std::rethrow_exception(error); });
+      expect_says(said, "for a step of Pipeline 1, rank 1 calls barrier, for ");
+      expect_says(said, trains_on_both ? "for a step of Pipeline 2" : "for a forward of Pipeline 1");
+    }
+  }
 }
 
 // The gradients of linear layers' weights are made in backward_weight, not before.

@@ -6,16 +6,20 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
 
 #include "base/text.h"
+#include "collective/backward_purpose.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "lockstep/parallel/context_parallel.h"
 #include "parallel/exchange.h"
 
 namespace lockstep {
 namespace {
+
+const Purpose kAttention("ring_attention"), kCausal("causal ring_attention");  // of callers that told none
 
 // Tensors that go from rank to rank: after each turn this rank has those of the rank before.
 class Ring {
@@ -37,6 +41,7 @@ class Ring {
       calls.push_back(Call::send(buffer_of(sent.back()), next));
       calls.push_back(Call::recv(buffer_of(received.back()), before));
     }
+    for (auto& call : calls) call.purpose = ranks_.purpose();
     ranks_.group().run(calls, ranks_.deadline());
     for (std::size_t i = 0; i < tensors_.size(); ++i) tensors_[i] = received[i].to(tensors_[i].device());
     owner_ = (owner() + size - 1) % size;
@@ -114,7 +119,8 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     const auto type = sum_type(saved[0]);
     const auto query = saved[0].to(type), gradient = gradients[0].to(type);
     const auto &output = saved[3], &sum = saved[4];
-    const auto ranks = parallel::communicator_in(context->saved_data["ranks"]);
+    const auto of_forward = parallel::communicator_in(context->saved_data["ranks"]);
+    const auto ranks = of_forward.with_purpose(collective::backward_of(of_forward.purpose()));
     const Attention attention{&ranks, context->saved_data["is_causal"].toBool(),
                               context->saved_data["scale"].toDouble()};
     const WithoutAutocast exact;
@@ -143,6 +149,17 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
             Tensor()};
   }
 };
+
+// The purpose of call `number` in a ContextParallel. A context may live for all steps, so that numbers come again.
+Purpose purpose_of_call(std::int64_t number, bool is_causal) {
+  constexpr std::int64_t kNumbers = 64;
+  thread_local std::array<std::array<Purpose, 2>, kNumbers> named;
+  const auto i = (number - 1) % kNumbers;
+  auto& purpose = named[static_cast<std::size_t>(i)][is_causal ? 1 : 0];
+  if (!purpose.told())
+    purpose = Purpose(text(is_causal ? "causal attention " : "attention ", i + 1, " in ContextParallel"));
+  return purpose;
+}
 
 thread_local ContextParallel* context_of_thread = nullptr;
 
@@ -184,7 +201,8 @@ Tensor ring_attention(const Tensor& query, const Tensor& key, const Tensor& valu
                                query.sizes(), " and key ", key.sizes()));
   }
   const double scale = options.scale.value_or(1 / std::sqrt(static_cast<double>(query.size(-1))));
-  return RingAttention::apply(query, key, value, ranks, options.is_causal, scale);
+  const auto named = ranks.purpose().told() ? ranks : ranks.with_purpose(options.is_causal ? kCausal : kAttention);
+  return RingAttention::apply(query, key, value, named, options.is_causal, scale);
 }
 
 ContextParallel::ContextParallel(Communicator ranks)
@@ -195,7 +213,9 @@ ContextParallel* ContextParallel::current() { return context_of_thread; }
 Tensor ContextParallel::attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                   const RingAttentionOptions& options) {
   ++attentions_;
-  return ring_attention(query, key, value, ranks_, options);
+  const auto named =
+      ranks_.purpose().told() ? ranks_ : ranks_.with_purpose(purpose_of_call(attentions_, options.is_causal));
+  return ring_attention(query, key, value, named, options);
 }
 
 Tensor ContextParallel::part(const Tensor& whole, std::int64_t dim) const {

@@ -23,14 +23,15 @@ struct RingAttentionOptions {
 // torch::scaled_dot_product_attention over sequences of which each rank has an equal part, in the order of ranks:
 // query, key and value [..., positions / ranks, features], the result likewise. Keys and values go round the ranks, so
 // that a rank has those of two parts at a time. Collective, in backward too. Throws InvalidArgument where their sizes
-// do not fit, on all ranks where the ranks' shapes differ.
+// do not fit, on all ranks where the ranks' shapes differ; and where ranks are in different calls, as far as
+// `is_causal` and the purpose of `ranks` tell: give each layer Communicator::with_purpose.
 Tensor ring_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Communicator& ranks,
                       const RingAttentionOptions& options = {});
 
 // While it lives, torch::scaled_dot_product_attention is ring_attention in this thread, for modules that are not
 // written for it. No other operator communicates: torch::nn::MultiheadAttention, convolutions and recurrent layers see
 // this rank's positions alone. Calls with a mask, dropout or grouped queries throw InvalidArgument. The innermost
-// holds.
+// holds. Its calls are numbered, and ranks compare the numbers: backwards in another order are refused.
 class [[nodiscard]] ContextParallel {
  public:
   explicit ContextParallel(Communicator ranks);

@@ -31,8 +31,8 @@ struct MoEOptions {
 };
 
 // The gate is on all ranks, an expert on one. The result does not depend on the number of ranks: it is that of one
-// process with all experts and all ranks' tokens. Collective: all ranks call forward, and backward, alike. One thread a
-// rank.
+// process with all experts and all ranks' tokens. Collective: all ranks make their layers in one order, and call
+// forward and backward alike; InvalidArgument where they are in different layers. One thread a rank.
 class MoEImpl : public torch::nn::Module {
  public:
   // `make_expert` returns a module holder, or a shared_ptr to a module, with `Tensor forward(Tensor)`, [tokens, width]
