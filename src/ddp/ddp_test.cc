@@ -14,6 +14,7 @@
 
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
+#include "collective/ranks_testing.h"
 #include "lockstep/collective/group_wrappers.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
 #include "lockstep/ddp/sync_batch_norm.h"
@@ -202,6 +203,22 @@ TEST_P(Ranks, UnequalNumbersOfBatchesCountExamples) {
     });
     expect_equal(*alone, *ddp, 1e-9);
   });
+}
+
+// Two models of equal sizes.
+TEST(Join, RanksInAnotherModelAreToldWhich) {
+  const auto errors = collective::run_ranks({.group = {.backend = "threads"}}, [](const Group& group) {
+    DistributedDataParallel first(make_net(), group, {.timeout_seconds = 30});
+    DistributedDataParallel second(make_net(), group, {.timeout_seconds = 30});
+    auto& mine = group.rank() == 0 ? first : second;
+    mine.join([] {});
+  });
+  for (const auto& error : errors) {
+    ASSERT_NE(error, nullptr);
+    const auto said = message_of<InvalidArgument>([&] { std::rethrow_exception(error); });
+    expect_says(said, "of DistributedDataParallel 1, rank 1 calls");
+    expect_says(said, "of DistributedDataParallel 2");
+  }
 }
 
 TEST_P(Ranks, BuffersAreRankZeros) {

@@ -62,6 +62,7 @@ struct DistributedGradients::State {
   void name_purposes() {
     ranks_for_values = ranks.with_purpose(Purpose(text("the values of ", reducer->name())));
     ranks_for_buffers = ranks.with_purpose(Purpose(text("the buffers of ", reducer->name())));
+    end_of_join = Purpose(text("the end of join of ", reducer->name()));
   }
 
   // Parameters of which no gradients would be reduced. `all`: also those that the module did not have when it was
@@ -99,6 +100,7 @@ struct DistributedGradients::State {
   const Communicator ranks;
   std::optional<gradient::GradientReducer> reducer;
   Communicator ranks_for_values, ranks_for_buffers;  // the same ranks
+  Purpose end_of_join = {};
   std::vector<at::Tensor> trained = {}, frozen = {};
   std::set<const at::TensorImpl*> known = {};  // those in `trained`
   std::vector<std::weak_ptr<internal::CollectiveStep>> steps = {};
@@ -174,7 +176,9 @@ void DistributedGradients::join(const std::function<void()>& loop) {
   // A rank that made no shadow step made the last step itself: all take the values of the lowest of those ranks.
   const auto& ranks = state_->ranks;
   std::int32_t source = last ? ranks.size() : ranks.rank();
-  ranks.group().all_reduce(buffer_of(std::span(&source, 1)), ReduceOp::min, ranks.deadline());
+  auto call = Call::all_reduce(buffer_of(std::span(&source, 1)), ReduceOp::min);
+  call.purpose = state_->end_of_join;
+  ranks.group().run(call, ranks.deadline());
   state_->share_values(source);
 }
 

@@ -41,6 +41,25 @@ TEST(Differentiable, Allreduce) {
   });
 }
 
+// Of equal sizes, which ranks differentiate in another order.
+TEST(Differentiable, BackwardsOfOperationsWithNamesAreToldApart) {
+  on_ranks(2, [](int rank) {
+    const auto x = values(rank).requires_grad_();
+    const auto both = [&](const auto& operation) {
+      const Tensor first = operation("first"), second = operation("second");
+      const auto said = message_of<InvalidArgument>([&] { (rank == 0 ? first : second).sum().backward(); });
+      expect_says(said, "\"backward of first\"");
+      expect_says(said, "\"backward of second\"");
+    };
+    both([&](const std::string& name) { return hvd::allreduce(x, {.name = name}); });
+    both([&](const std::string& name) { return hvd::allgather(x, name); });
+    both([&](const std::string& name) { return hvd::broadcast(x, 0, name); });
+    both([&](const std::string& name) { return hvd::alltoall(x, {}, name).output; });
+    both([&](const std::string& name) { return hvd::reducescatter(x, {.name = name}); });
+    hvd::allreduce(x, {.name = "both"}).sum().backward();
+  });
+}
+
 TEST(Differentiable, GroupedAllreduceWithAnUnusedResult) {
   on_ranks(kRanks, [](int rank) {
     const auto a = values(rank).requires_grad_(), b = values(rank, {4}).requires_grad_(), c = values(rank, {2});

@@ -77,7 +77,7 @@ void State::check_host_updates() {
   auto sums = membership->says();
   session->run([&] {
     session->negotiate(Announcement::of("check_host_updates"));
-    session->group().all_reduce({sums.data(), sums.size(), DType::float64}, ReduceOp::sum, session->deadline());
+    session->carry_out(Call::all_reduce({sums.data(), sums.size(), DType::float64}, ReduceOp::sum));
   });
   if (membership->changes(sums)) throw HostsUpdatedInterrupt("ranks come or leave");
 }
@@ -89,8 +89,7 @@ int State::newest_rank() {
   std::vector<std::int64_t> commits(static_cast<std::size_t>(session->size()));
   session->run([&] {
     session->negotiate(Announcement::of("sync of an elastic state"));
-    session->group().all_gather({&mine, 1, DType::int64}, {commits.data(), commits.size(), DType::int64},
-                                session->deadline());
+    session->carry_out(Call::all_gather({&mine, 1, DType::int64}, {commits.data(), commits.size(), DType::int64}));
   });
   const auto newest = std::max_element(commits.begin(), commits.end());
   if (*newest < 0) throw ClusterError("all ranks that had the state of the training were lost before this one got it");

@@ -45,10 +45,8 @@ Started start_allgather(const char* caller, const Tensors& tensors, const std::s
       places->push_back(
           {std::accumulate(rows.begin(), rows.begin() + session->rank(), std::int64_t{0}), input.size(0)});
       const auto output = at::empty(with_rows(input, sum_of(rows)), input.options());
-      session->group().run(
-          with_name(Call::all_gather(buffer_of(input), buffer_of(output), counts_of(rows, elements_of_row(input))),
-                    name),
-          session->deadline());
+      session->carry_out(with_name(
+          Call::all_gather(buffer_of(input), buffer_of(output), counts_of(rows, elements_of_row(input))), name));
       (*results)[i] = output.to(tensors[i].device());
     }
   };
@@ -64,7 +62,7 @@ Handle<Tensor> start_broadcast(const Tensor& tensor, int root, const std::string
     const at::NoGradGuard no_gradient;
     session->negotiate(Announcement::of(
         text("broadcast", named(name), " from rank ", root, " of ", host.scalar_type(), " ", host.sizes())));
-    session->group().run(with_name(Call::broadcast(buffer_of(host), root), name), session->deadline());
+    session->carry_out(with_name(Call::broadcast(buffer_of(host), root), name));
     if (in_place) {
       result->detach().copy_(host);
     } else {
@@ -77,8 +75,8 @@ Handle<Tensor> start_broadcast(const Tensor& tensor, int root, const std::string
 Tensors gathered(const char* caller, const Tensors& tensors, const std::string& name) {
   const auto places = std::make_shared<Places>();
   const auto run = [&] { return start_allgather(caller, tensors, name, places).all().wait(); };
-  return differentiable(tensors, run, [places](const Tensors& gradients, const std::vector<std::size_t>& which) {
-    auto own = grouped_allreduce(gradients);
+  return differentiable(tensors, run, [places, name](const Tensors& gradients, const std::vector<std::size_t>& which) {
+    auto own = grouped_allreduce(gradients, {.name = name_of_backward(name)});
     for (std::size_t i = 0; i < own.size(); ++i) {
       const auto& place = (*places)[which[i]];
       own[i] = own[i].narrow(0, place.begin, place.rows);
@@ -128,14 +126,11 @@ Handle<AlltoallResult> alltoall_async(const Tensor& tensor, const std::vector<st
     session->negotiate(Announcement::of(text("alltoall", named(name), " of ", rows_of(input))));
     auto& received = result->received_splits;
     received.resize(sent.size());
-    session->group().run(Call::all_to_all(buffer_of(std::span(sent)), buffer_of(std::span(received))),
-                         session->deadline());
+    session->carry_out(Call::all_to_all(buffer_of(std::span(sent)), buffer_of(std::span(received))));
     const auto output = at::empty(with_rows(input, sum_of(received)), input.options());
     const auto row = elements_of_row(input);
-    session->group().run(
-        with_name(Call::all_to_all(buffer_of(input), buffer_of(output), counts_of(sent, row), counts_of(received, row)),
-                  name),
-        session->deadline());
+    session->carry_out(with_name(
+        Call::all_to_all(buffer_of(input), buffer_of(output), counts_of(sent, row), counts_of(received, row)), name));
     result->output = output.to(device);
   };
   return {session->start(run), result};
@@ -147,8 +142,8 @@ Tensors grouped_allgather(const Tensors& tensors, const std::string& name) {
 }
 Tensor broadcast(const Tensor& tensor, int root_rank, const std::string& name) {
   const auto run = [&] { return Tensors{broadcast_async(tensor, root_rank, name).wait()}; };
-  return differentiable({tensor}, run, [root_rank](const Tensors& gradients, const auto&) {
-    const auto mean = allreduce(gradients[0]);
+  return differentiable({tensor}, run, [root_rank, name](const Tensors& gradients, const auto&) {
+    const auto mean = allreduce(gradients[0], {.name = name_of_backward(name)});
     if (rank() == root_rank) return Tensors{mean};
     return Tensors{mean.masked_fill(at::ones_like(mean, at::kBool), 0)};  // zeros with a second derivative
   })[0];
@@ -164,8 +159,8 @@ AlltoallResult alltoall(const Tensor& tensor, const std::vector<std::int64_t>& s
     *received = result.received_splits;
     return Tensors{result.output};
   };
-  result.output = differentiable({tensor}, run, [received](const Tensors& gradients, const auto&) {
-    return Tensors{alltoall(gradients[0], *received).output};
+  result.output = differentiable({tensor}, run, [received, name](const Tensors& gradients, const auto&) {
+    return Tensors{alltoall(gradients[0], *received, name_of_backward(name)).output};
   })[0];
   return result;
 }

@@ -46,7 +46,7 @@ std::string broadcast_bytes(const std::string& call, const std::function<std::st
     if (bytes < 0 && failed) return;
     if (bytes < 0) throw InvalidArgument(text(call, ": rank ", root_rank, " failed to give what it has"));
     shared.resize(static_cast<std::size_t>(bytes));
-    session->group().broadcast(bytes_of(shared), root_rank, session->deadline());
+    session->carry_out(Call::broadcast(bytes_of(shared), root_rank));
   });
   if (failed) std::rethrow_exception(failed);
   return shared;
@@ -99,7 +99,7 @@ std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::
       counts.push_back(static_cast<std::size_t>(theirs.own));
       all.resize(all.size() + counts.back());
     }
-    session->group().run(Call::all_gather(bytes_of(bytes), bytes_of(all), counts), session->deadline());
+    session->carry_out(Call::all_gather(bytes_of(bytes), bytes_of(all), counts));
   });
   std::vector<c10::IValue> objects;
   std::size_t at = 0;

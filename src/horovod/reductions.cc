@@ -86,8 +86,7 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
       mine.op = options.op;
       mine.elements = pack.sent.numel();
       session->negotiate(mine);
-      session->group().run(with_name(Call::all_reduce(buffer_of(pack.sent), options.op), options.name),
-                           session->deadline());
+      session->carry_out(with_name(Call::all_reduce(buffer_of(pack.sent), options.op), options.name));
       std::int64_t at = 0;
       for (const auto i : pack.tensors) {
         const auto& tensor = tensors[i];
@@ -123,10 +122,9 @@ Started start_reducescatter(const char* caller, const Tensors& tensors, const Re
       session->negotiate(Announcement::of(text_of(caller, tensors, options)));
       const auto output =
           at::empty(with_rows(tensor, shares[static_cast<std::size_t>(session->rank())]), inputs[i].options());
-      session->group().run(with_name(Call::reduce_scatter(buffer_of(inputs[i]), buffer_of(output), options.op,
-                                                          counts_of(shares, elements_of_row(tensor))),
-                                     options.name),
-                           session->deadline());
+      session->carry_out(with_name(Call::reduce_scatter(buffer_of(inputs[i]), buffer_of(output), options.op,
+                                                        counts_of(shares, elements_of_row(tensor))),
+                                   options.name));
       (*results)[i] = finished(output, tensor, options);
     }
   };
@@ -146,7 +144,7 @@ Tensors scattered(const char* caller, const Tensors& tensors, const ReduceOption
         options.prescale_factor * options.postscale_factor * (options.op == Sum ? static_cast<double>(size()) : 1);
     Tensors scaled_gradients;
     for (const auto& gradient : gradients) scaled_gradients.push_back(scaled(gradient, factor));
-    return grouped_allgather(scaled_gradients);
+    return grouped_allgather(scaled_gradients, name_of_backward(options.name));
   });
 }
 
@@ -154,9 +152,9 @@ Tensors reduced(const char* caller, const Tensors& tensors, const ReduceOptions&
   const auto run = [&] { return start_allreduce(caller, tensors, options, false).all().wait(); };
   return differentiable(tensors, run, [caller, options](const Tensors& gradients, const auto&) {
     require_gradient(caller, options.op);
-    auto unnamed = options;
-    unnamed.name.clear();
-    return grouped_allreduce(gradients, unnamed);
+    auto of_backward = options;
+    of_backward.name = name_of_backward(options.name);
+    return grouped_allreduce(gradients, of_backward);
   });
 }
 

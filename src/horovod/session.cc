@@ -9,6 +9,8 @@
 namespace lockstep::horovod {
 namespace {
 
+const Purpose kAnnouncing("telling the others the next call of Horovod"), kOperation("the announced call of Horovod");
+
 thread_local std::shared_ptr<Session> of_thread;
 
 struct OfProcess {
@@ -113,11 +115,18 @@ std::vector<Announcement> Session::negotiate(const Announcement& mine) {
 
 std::vector<Announcement> Session::exchange(Announcement mine) {
   std::vector<Announcement> all(static_cast<std::size_t>(size()));
-  group().all_gather({&mine, sizeof mine, DType::uint8}, {all.data(), all.size() * sizeof mine, DType::uint8},
-                     deadline());
+  auto call =
+      Call::all_gather({&mine, sizeof mine, DType::uint8}, {all.data(), all.size() * sizeof mine, DType::uint8});
+  call.purpose = kAnnouncing;
+  group().run(call, deadline());
   const auto active = std::find_if_not(all.rbegin(), all.rend(), is_joined);
   if (active != all.rend()) last_active_ = static_cast<int>(all.rend() - active) - 1;
   return all;
+}
+
+void Session::carry_out(Call call) const {
+  call.purpose = kOperation;
+  group().run(call, deadline());
 }
 
 Communicator Session::split(const std::string& what) {
@@ -150,7 +159,7 @@ int Session::join() {
 void Session::answer(const Announcement& theirs, std::vector<Work>& started) {
   if (theirs.kind == Announcement::Kind::reduction) {
     std::vector<std::byte> zeros(static_cast<std::size_t>(theirs.elements) * size_of(theirs.dtype));
-    group().all_reduce({zeros.data(), static_cast<std::size_t>(theirs.elements), theirs.dtype}, theirs.op, deadline());
+    carry_out(Call::all_reduce({zeros.data(), static_cast<std::size_t>(theirs.elements), theirs.dtype}, theirs.op));
     return;
   }
   ShadowAllReduce all_reduce;

@@ -57,6 +57,9 @@ inline Call with_name(Call call, const std::string& name) {
   return call;
 }
 
+// Where two calls have names, ranks whose backwards come to them in another order are told so.
+inline std::string name_of_backward(const std::string& name) { return name.empty() ? "" : "backward of " + name; }
+
 // How calls are announced.
 inline std::string named(const std::string& name) { return name.empty() ? "" : text(" \"", name, "\""); }
 inline std::string rows_of(const Tensor& tensor) {
