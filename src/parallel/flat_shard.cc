@@ -8,6 +8,7 @@
 #include "collective/backend.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "ops/parameter_hook.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -29,6 +30,19 @@ Tensor exact(std::int64_t elements, at::ScalarType dtype) {
   return at::from_blob(
       memory.get(), {elements}, [memory](void*) {}, at::TensorOptions(dtype));
 }
+
+// LibTorch's optimizers write through Tensor::data, whose version is another one; its dispatch key is the shard's.
+class CountWrites final : public ops::ParameterHook {
+ public:
+  explicit CountWrites(std::shared_ptr<std::atomic<std::int64_t>> writes) : writes_(std::move(writes)) {}
+
+  void before(const ops::OperatorCall& call, std::size_t i) override {
+    if (call.writes(i) || call.is_set_data()) writes_->fetch_add(1, std::memory_order_relaxed);
+  }
+
+ private:
+  const std::shared_ptr<std::atomic<std::int64_t>> writes_;
+};
 
 }  // namespace
 
@@ -65,7 +79,15 @@ void FlatShard::run(Call call, const Communicator& among, Purpose purpose) const
 std::int64_t FlatShard::version() const {
   std::int64_t sum = 0;
   for (const auto& shard : shards_) sum += shard._version();
-  return sum;
+  return writes_ == nullptr ? sum : sum + writes_->load(std::memory_order_relaxed);
+}
+
+void FlatShard::count_writes(const std::shared_ptr<std::atomic<std::int64_t>>& writes) {
+  writes_ = writes;
+  const auto count = std::make_shared<CountWrites>(writes);
+  for (const auto& shard : shards_) {
+    if (shard.numel() > 0) ops::add_hook(shard, count);
+  }
 }
 
 // The Group may be writing still, and the module may outlive this.
@@ -172,7 +194,7 @@ void FlatShard::start_gather() {
 }
 
 void FlatShard::check_unchanged() const {
-  if (!is_gathered_ || version() == gathered_version_) return;
+  if ((!is_gathered_ && !gathering_) || version() == gathered_version_) return;
   throw Error(text("fully_shard: the shards of \"", names_[0],
                    "\" have changed since its values were gathered, which are old: call what fully_shard returned, "
                    "sharded(x) instead of sharded->forward(x), or release() before the forward"));

@@ -1,6 +1,8 @@
 // Parameters of one dtype in one flat buffer, of which each rank keeps an equal part.
 #pragma once
 
+#include <atomic>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -54,6 +56,10 @@ class FlatShard {
   // Collective. Begins, and ends, to gather the values; `finish` begins too where `start` was not called.
   void start_gather();
   void finish_gather();
+
+  // From now on operators that write a shard, or a tensor that shares its memory, such as shard.data(), are counted in
+  // `writes`.
+  void count_writes(const std::shared_ptr<std::atomic<std::int64_t>>& writes);
 
   // Throws Error where the values are there, and shards have changed since. Looks at each shard.
   void check_unchanged() const;
@@ -111,10 +117,11 @@ class FlatShard {
                          // until they are
   std::optional<Work> gathering_;
   bool is_gathered_ = false;
-  std::int64_t gathered_version_ = 0;  // of the shards
-  Purpose values_, gather_, sum_;      // of calls
-  Tensor gradients_;                   // of all parameters, until they are reduced
-  Tensor memory_for_sums_, sums_;      // of this rank's part, in the precision of the sums, in host memory
+  std::int64_t gathered_version_ = 0;                  // of the shards
+  std::shared_ptr<std::atomic<std::int64_t>> writes_;  // null: not counted
+  Purpose values_, gather_, sum_;                      // of calls
+  Tensor gradients_;                                   // of all parameters, until they are reduced
+  Tensor memory_for_sums_, sums_;  // of this rank's part, in the precision of the sums, in host memory
   std::vector<bool> taken_;
 };
 

@@ -17,7 +17,9 @@ struct FullyShardedParameters::State {
 };
 
 FullyShardedParameters::FullyShardedParameters(const Communicator& ranks, FullyShardOptions options)
-    : state_(std::make_unique<State>(State{std::make_shared<parallel::ShardedUnits>(ranks, std::move(options))})) {}
+    : state_(std::make_unique<State>(State{std::make_shared<parallel::ShardedUnits>(ranks, std::move(options))})) {
+  state_->units->count_writes();
+}
 FullyShardedParameters::~FullyShardedParameters() = default;
 FullyShardedParameters::FullyShardedParameters(FullyShardedParameters&&) noexcept = default;
 

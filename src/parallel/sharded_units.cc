@@ -205,6 +205,7 @@ void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
   unit.flat.push_back(std::make_unique<FlatShard>(names, tensors, ranks_, options_.replicas,
                                                   precision_of(tensors[0].scalar_type()), place));
   auto& flat = *unit.flat.back();
+  if (writes_ != nullptr) flat.count_writes(writes_);
   const auto use = std::make_shared<UseUnit>(weak_from_this(), units_.size() - 1);
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     ops::add_hook(tensors[i], use);

@@ -28,6 +28,10 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void add_examples(double examples);
   void release();
   void expect_forwards() { weights_.expect_forwards(); }
+
+  // Before add: an operator that writes one of this rank's shards makes all gathered values old. Where nobody releases
+  // them before each forward.
+  void count_writes() { writes_ = std::make_shared<std::atomic<std::int64_t>>(0); }
   gradient::BackwardWeights& weights() { return weights_; }
 
   // Forgets a step that broke off, since another rank was lost.
@@ -84,6 +88,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<const at::TensorImpl*> known_;  // the units' parameters
   std::vector<Tensor> shards_;
+  std::shared_ptr<std::atomic<std::int64_t>> writes_;  // of shards; null: not counted
   std::vector<gradient::PostAccumulateHook> after_accumulation_;
 
   std::vector<std::size_t> current_;             // units that the last operator read

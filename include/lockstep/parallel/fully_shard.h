@@ -119,8 +119,9 @@ class FullyShardedParameters {
 };
 
 // The module with its shards. Call the module through this, `sharded(x)`: `sharded->forward(x)` is the module's own, of
-// which nothing is known. Its backward throws; and so does its forward where an operator has changed shards since their
-// values were gathered, which LibTorch's optimizers hide: call release() before.
+// which nothing is known. Its backward throws; and so does its forward, on ranks that have shards, where an operator,
+// such as an optimizer's, has changed shards since their values were gathered: call release() before. What changes them
+// without an operator is not seen.
 template <class M>
 class FullySharded : public FullyShardedParameters {
  public:
