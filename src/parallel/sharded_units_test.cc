@@ -2,14 +2,9 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
 #include <functional>
-#include <memory>
 
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
@@ -273,44 +268,6 @@ TEST(ShardedUnits, OldValuesAreRefused) {
                 "have changed since its values were gathered, which are old: call what fully_shard returned");
     EXPECT_FALSE(at::equal(sharded(examples()), before));
   });
-}
-
-// After a look at the outputs, which gathers: of LibTorch's optimizers those of the first kind write through
-// Tensor::data, whose version is not the shard's.
-TEST(ShardedUnits, OldValuesAreRefusedAfterEachOptimizer) {
-  using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)>;
-  const std::vector<Make> makers{
-      [](const auto& of) { return std::make_unique<torch::optim::SGD>(of, torch::optim::SGDOptions(0.5)); },
-      [](const auto& of) { return std::make_unique<torch::optim::RMSprop>(of); },
-      [](const auto& of) { return std::make_unique<torch::optim::Adagrad>(of); },
-      [](const auto& of) { return std::make_unique<torch::optim::Adam>(of); },
-      [](const auto& of) { return std::make_unique<torch::optim::AdamW>(of); },
-  };
-  for (std::size_t kind = 0; kind < makers.size(); ++kind) {
-    for (const auto& units : {std::vector<std::string>{}, std::vector<std::string>{"first", "second"}}) {
-      SCOPED_TRACE(testing::Message() << kind << ", units " << units.size());
-      collective::on_ranks(2, [&](const Group& group) {
-        Net whole, net;
-        auto sharded = fully_shard(net, {group, 30}, {.units = units, .reshard_after_forward = false});
-        const auto of_sharded = makers[kind](sharded.parameters()), of_whole = makers[kind](whole->parameters());
-        for (int step = 0; step < 2; ++step) {
-          of_sharded->zero_grad();
-          of_whole->zero_grad();
-          sharded(examples()).pow(2).mean().backward();
-          whole(examples()).pow(2).mean().backward();
-          const at::NoGradGuard no_gradient;
-          sharded->forward(examples());
-          of_sharded->step();
-          of_whole->step();
-          expect_says(message_of([&] { sharded->forward(examples()); }),
-                      "which are old: call what fully_shard returned");
-          EXPECT_TRUE(at::allclose(sharded(examples()), whole(examples()), 1e-9, 1e-12));
-          sharded.release();
-          EXPECT_TRUE(at::allclose(sharded->forward(examples()), whole(examples()), 1e-9, 1e-12));
-        }
-      });
-    }
-  }
 }
 
 // Equal sizes: mixed, they would compute with each other's parameters.
