@@ -12,6 +12,7 @@
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/divided_parameter.h"
 #include "parallel/exchange.h"
+#include "parallel/in_recompute.h"
 
 namespace lockstep {
 namespace {
@@ -182,9 +183,19 @@ Tensor MoEImpl::forward(const Tensor& x) {
   const auto mean = probabilities.sum(0) / std::max<std::int64_t>(1, tokens.size(0));
   const auto share = first.to(probabilities.scalar_type()) / first.sum();
   balance_loss_ = static_cast<double>(options_.experts) * (share * mean).sum();
+  is_recomputed_ = parallel::in_recompute();
   tokens_of_experts_ = numbers(routes.counts.sum(0));
   dropped_ = routes.dropped;
   return y.view(x.sizes());
+}
+
+Tensor MoEImpl::balance_loss() const {
+  if (is_recomputed_ && at::GradMode::is_enabled() && !parallel::in_recompute()) {
+    throw InvalidArgument(
+        "MoE: balance_loss of a layer that was called through recompute, or in a stage of a pipeline that recomputes, "
+        "has no gradient: call the layer itself, or read the value with gradients off");
+  }
+  return balance_loss_;
 }
 
 }  // namespace lockstep

@@ -10,6 +10,7 @@
 #include "collective/on_ranks_testing.h"
 #include "collective/ranks_testing.h"
 #include "lockstep/parallel/gradients.h"
+#include "lockstep/parallel/recompute.h"
 #include "parallel/expert_testing.h"
 #include "parallel/transformer_testing.h"
 
@@ -120,6 +121,20 @@ TEST(MoE, RanksInAnotherLayerAreToldWhich) {
       expect_says(said, in_backward ? "for the backward of MoE 2" : "for MoE 2");
     }
   }
+}
+
+TEST(MoE, HasNoBalanceLossOfARecomputedForward) {
+  auto moe = make_moe({.experts = 4});
+  const auto x = tokens_of(0);
+  const auto expected = [&] {
+    const at::NoGradGuard no_gradient;
+    moe(x);
+    return moe->balance_loss().item<double>();
+  }();
+  recompute(moe, x);
+  expect_says(message_of<InvalidArgument>([&] { moe->balance_loss(); }), "has no gradient: call the layer itself");
+  const at::NoGradGuard no_gradient;
+  EXPECT_EQ(moe->balance_loss().item<double>(), expected);
 }
 
 TEST(MoE, RefusesWhatDoesNotFit) {

@@ -4,12 +4,18 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/nn/module.h>
+
+#include <unordered_set>
+#include <utility>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/context_parallel.h"
 #include "ops/replica_random.h"
+#include "parallel/gradient_norm.h"
+#include "parallel/in_recompute.h"
 
 namespace lockstep {
 namespace {
@@ -45,23 +51,52 @@ class ForwardState {
   std::optional<Communicator> context_;
 };
 
+thread_local bool recomputing = false;
+
 struct Forward : torch::CustomClassHolder {
   std::shared_ptr<torch::nn::Module> module;
   internal::ForwardOfModule function;
   std::optional<ForwardState> state;
 
-  Tensor operator()(const Tensor& x) const { return function(*module, x); }
+  Tensor operator()(const Tensor& x) const {
+    struct Recomputing {
+      const bool before = std::exchange(recomputing, true);
+      ~Recomputing() { recomputing = before; }
+    } const now;
+    return function(*module, x);
+  }
+
+  // One that several layers share, or that is registered twice, once.
+  std::vector<Tensor> parameters() const { return parallel::unique(module->parameters()); }
 
   // Changes with every operator that writes a parameter.
   std::int64_t version_of_parameters() const {
     std::int64_t sum = 0;
-    for (const auto& parameter : module->parameters()) sum += parameter._version();
+    for (const auto& parameter : parameters()) sum += parameter._version();
     return sum;
   }
 };
 
-[[noreturn]] void throw_changed(const torch::nn::Module& module, const char* what) {
+[[noreturn]] void throw_for(const torch::nn::Module& module, const std::string& what) {
   throw InvalidArgument(text("recompute: ", module.name(), what));
+}
+
+// Throws where `y` was computed from a leaf of autograd's graph that is not among the inputs: its gradient would be lost.
+void check_leaves(const torch::nn::Module& module, const Tensor& y, const std::vector<Tensor>& inputs) {
+  std::unordered_set<const torch::autograd::Node*> seen;
+  for (const auto& input : inputs) seen.insert(torch::autograd::impl::grad_accumulator(input).get());
+  std::vector<const torch::autograd::Node*> left{y.grad_fn().get()};
+  while (!left.empty()) {
+    const auto* const node = left.back();
+    left.pop_back();
+    if (node == nullptr || !seen.insert(node).second) continue;
+    if (const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) {
+      throw_for(module, text("'s forward uses a tensor of shape ", leaf->variable.sizes(),
+                                 " that requires gradients and is neither its input nor one of its parameters, so that "
+                                 "its gradient would be lost: register it in the module"));
+    }
+    for (const auto& edge : node->next_edges()) left.push_back(edge.function.get());
+  }
 }
 
 // The module's parameters are inputs, so that their gradients come where backward expects them.
@@ -75,7 +110,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
     const auto before = x._version();
     const auto y = (*forward)(x);
     if (x._version() != before) {
-      throw_changed(*forward->module,
+      throw_for(*forward->module,
                     " changes its input in place, from which its second forward would compute something else: let it "
                     "change a clone, as x = x.clone()");
     }
@@ -89,7 +124,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
     const auto forward = c10::static_intrusive_pointer_cast<Forward>(context->saved_data["forward"].toCapsule());
     const bool needs_gradient = context->saved_data["needs_gradient"].toBool();
     if (forward->version_of_parameters() != context->saved_data["version"].toInt()) {
-      throw_changed(*forward->module,
+      throw_for(*forward->module,
                     "'s parameters have changed since its forward, so that its second forward would compute something "
                     "else: change them after the backward");
     }
@@ -107,10 +142,11 @@ struct Recompute : torch::autograd::Function<Recompute> {
     }
     std::vector<Tensor> inputs;
     if (needs_gradient) inputs.push_back(x);
-    const auto parameters = forward->module->parameters();
+    const auto parameters = forward->parameters();
     for (const auto& parameter : parameters) {
       if (parameter.requires_grad()) inputs.push_back(parameter);
     }
+    check_leaves(*forward->module, y, inputs);
     auto found =
         torch::autograd::grad({y}, inputs, {gradients[0]}, /*retain_graph=*/std::nullopt, /*create_graph=*/false,
                               /*allow_unused=*/true);
@@ -124,13 +160,15 @@ struct Recompute : torch::autograd::Function<Recompute> {
 
 }  // namespace
 
+bool parallel::in_recompute() { return recomputing; }
+
 Tensor internal::recompute(const std::shared_ptr<torch::nn::Module>& module, const ForwardOfModule& forward,
                            const Tensor& x) {
   if (!at::GradMode::is_enabled()) return forward(*module, x);
   auto held = c10::make_intrusive<Forward>();
   held->module = module;
   held->function = forward;
-  return Recompute::apply(held, x, at::TensorList(module->parameters()));
+  return Recompute::apply(held, x, at::TensorList(held->parameters()));
 }
 
 }  // namespace lockstep

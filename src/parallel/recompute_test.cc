@@ -142,6 +142,36 @@ TEST(Recompute, RefusesParametersThatChangedSinceForward) {
   expect_says(message_of<InvalidArgument>([&] { y.sum().backward(); }), "parameters have changed since its forward");
 }
 
+// A layer under two names, called twice.
+struct SharedLayerImpl : torch::nn::Module {
+  SharedLayerImpl() {
+    first = register_module("first", torch::nn::Linear(4, 4));
+    second = register_module("second", first);
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) { return second(at::tanh(first(x))); }
+  torch::nn::Linear first = nullptr, second = nullptr;
+};
+TORCH_MODULE(SharedLayer);
+
+TEST(Recompute, CountsASharedLayerOnce) {
+  SharedLayer net;
+  const auto x = at::sin(at::arange(12, at::kDouble)).view({3, 4});
+  net(x).pow(2).sum().backward();
+  const auto expected = net->first->weight.grad().clone();
+  net->zero_grad();
+  recompute(net, x).pow(2).sum().backward();
+  EXPECT_TRUE(at::allclose(net->first->weight.grad(), expected));
+}
+
+TEST(Recompute, RefusesParametersOfOtherModules) {
+  const auto other = at::ones({3}, at::kDouble).requires_grad_();
+  auto module = std::make_shared<Scaled>([&](at::Tensor& x) { x = x * other; });
+  const auto y = recompute(module, at::ones({3}, at::kDouble));
+  expect_says(message_of<InvalidArgument>([&] { y.sum().backward(); }),
+              "uses a tensor of shape [3] that requires gradients and is neither its input nor one of its parameters");
+}
+
 TEST(Recompute, CannotBeDifferentiatedTwice) {
   RecomputedNet net(true);
   auto x = torch::randn({1, 12, 24}, at::kDouble).requires_grad_();

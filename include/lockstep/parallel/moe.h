@@ -49,8 +49,9 @@ class MoEImpl : public torch::nn::Module {
 
   // Of the last forward, a scalar: experts times the sum over experts of (share of tokens whose first choice it is)
   // times (mean probability), over all ranks' tokens; 1 where tokens are spread evenly. Each rank has its part of it,
-  // so that the mean of the ranks' gradients is that of the whole. Switch Transformers, equation 4.
-  Tensor balance_loss() const { return balance_loss_; }
+  // so that the mean of the ranks' gradients is that of the whole. Switch Transformers, equation 4. Throws
+  // InvalidArgument where gradients are on and the last forward was one of recompute, which keeps no graph of it.
+  Tensor balance_loss() const;
 
   // Of the last forward, over all ranks: how many tokens each expert took, and the choices that were dropped.
   const std::vector<std::int64_t>& tokens_of_experts() const { return tokens_of_experts_; }
@@ -66,6 +67,7 @@ class MoEImpl : public torch::nn::Module {
   Tensor gate_;                                              // [experts, width]
   std::vector<std::shared_ptr<torch::nn::Module>> experts_;  // this rank's
   Tensor balance_loss_;
+  bool is_recomputed_ = false;  // the last forward
   std::vector<std::int64_t> tokens_of_experts_;
   std::int64_t dropped_ = 0;
 };

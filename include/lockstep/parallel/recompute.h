@@ -18,8 +18,9 @@ Tensor recompute(const std::shared_ptr<torch::nn::Module>& module, const Forward
 // module(x), a module holder or a shared_ptr to a module with `Tensor forward(Tensor)`, of which only x is kept for
 // backward. Its second forward has the random numbers of the first one, so that it computes the same. Modules that
 // change their own state in forward, such as BatchNorm's running statistics, do so twice. Cannot be differentiated
-// twice. Throws InvalidArgument for a module that changes its input in place, and in a backward before which its
-// parameters were changed.
+// twice. Throws InvalidArgument for a module that changes its input in place; in a backward before which its parameters
+// were changed; and in one of a module that uses another tensor that requires gradients, such as a parameter of another
+// module.
 template <class Holder>
 requires internal::ModuleHolder<Holder> Tensor recompute(const Holder& module, const Tensor& x) {
   const auto pointer = internal::module_of(module);
