@@ -19,7 +19,14 @@ class WatchingHook final : public torch::autograd::FunctionPreHook {
   using Watch = std::function<void(const at::Tensor& gradient)>;
 
   static void add(const at::Tensor& leaf, Watch watch) {
-    torch::autograd::impl::add_hook(leaf, std::make_unique<WatchingHook>(std::move(watch)));
+    auto hook = std::make_unique<WatchingHook>(std::move(watch));
+    const bool has_some =
+        torch::autograd::impl::get_autograd_meta(leaf) != nullptr && !torch::autograd::impl::hooks(leaf).empty();
+    if (has_some) {
+      torch::autograd::impl::hooks(leaf).push_back(std::move(hook));
+    } else {
+      torch::autograd::impl::add_hook(leaf, std::move(hook));  // which takes one alone
+    }
   }
 
   explicit WatchingHook(Watch watch) : watch_(std::move(watch)) {}

@@ -316,7 +316,14 @@ bool DividedBias::is_added_to_whole(const ops::OperatorCall& call, std::size_t i
 }
 
 SharedLinear::SharedLinear(std::string layer, const Tensor& weight, const ReplicateParallel& style, Communicator ranks)
-    : layer_(std::move(layer)), weight_(weight), style_(style), ranks_(std::move(ranks)) {
+    : layer_(std::move(layer)),
+      weight_(weight),
+      style_(style),
+      ranks_(std::move(ranks)),
+      gradients_(text("of the output of ", layer_),
+                 "ReplicateParallel is for a layer whose output each rank uses for its part of other activations, such "
+                 "as keys and values of multi-query attention; leave the style out where all use the output alike",
+                 ranks_) {
   if (is_last(style.input))
     throw InvalidArgument(
         text("ReplicateParallel ", layer_, ": input may be Replicate, or Shard of the sequence's dimension"));
@@ -327,10 +334,22 @@ bool SharedLinear::run(const ops::OperatorCall& call, std::size_t i) {
   if (!operands) return false;
   auto x = operands->x;  // each rank has the whole gradient of its output
   if (!is_whole(style_.input)) x = exchange(x, ranks_, Exchange::gather, Exchange::take_part, dim_of(style_.input));
-  const auto y = exchange(split_linear(x, operands->weight, {}), ranks_, Exchange::keep, Exchange::sum);
+  const auto y =
+      gradients_.watched(exchange(split_linear(x, operands->weight, {}), ranks_, Exchange::keep, Exchange::sum));
   call.finish(operands->bias.defined() ? y + operands->bias : y);
   return true;
 }
+
+// A bias may have the same gradient on all ranks: where the loss is linear in the outputs.
+SequencePart::SequencePart(const std::string& name, Communicator ranks)
+    : ranks_(std::move(ranks)),
+      gradients_(name.ends_with("bias")
+                     ? std::nullopt
+                     : std::optional(PartialGradients(
+                           text("of ", name),
+                           "SequenceParallel is for a layer whose input is divided along the sequence; leave the style "
+                           "out where each rank has the whole input",
+                           ranks_))) {}
 
 void SequencePart::before(const ops::OperatorCall& call, std::size_t i) {
   if (call.name() == "aten::embedding") call.argument(1) = part_of(call.tensor(1), -1, ranks().rank(), ranks().size());
@@ -338,8 +357,9 @@ void SequencePart::before(const ops::OperatorCall& call, std::size_t i) {
   if (!call.argument(i).isTensor())
     throw InvalidArgument(text("SequenceParallel: ", call.name(), " takes a list of parameters; use them one by one"));
   if (is_of_it_alone(call, {i})) return;  // such as a norm, which all ranks make alike
-  if (call.tensor(i).requires_grad())
-    call.argument(i) = exchange(call.tensor(i), ranks(), Exchange::keep, Exchange::sum);
+  if (!call.tensor(i).requires_grad()) return;
+  const auto used = exchange(call.tensor(i), ranks(), Exchange::keep, Exchange::sum);
+  call.argument(i) = gradients_ ? gradients_->watched(used) : used;
 }
 
 bool SequencePart::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {

@@ -11,6 +11,7 @@
 #include "gradient/parameter_parts.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "ops/parameter_hook.h"
+#include "parallel/equal_gradients.h"
 #include "parallel/linear_call.h"
 
 namespace lockstep::parallel {
@@ -151,18 +152,21 @@ class SharedLinear final : public ops::ParameterHook {
   const WeakParameter weight_;
   const ReplicateParallel style_;
   const Communicator ranks_;
+  const PartialGradients gradients_;
 };
 
 // Of a parameter that all ranks have, each of which uses it for its part of the sequence: its gradient is their sum.
 class SequencePart final : public ops::ParameterHook {
  public:
-  explicit SequencePart(Communicator ranks) : ranks_(std::move(ranks)) {}
+  // `name`: the parameter's.
+  SequencePart(const std::string& name, Communicator ranks);
   const Communicator& ranks() const { return ranks_; }
   void before(const ops::OperatorCall& call, std::size_t i) override;
   bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
 
  private:
   const Communicator ranks_;
+  const std::optional<PartialGradients> gradients_;
 };
 
 // Whether parallelize_module, or MoE, has given the parameter a style.

@@ -1,6 +1,9 @@
 // Finds whole parameters that the ranks of tensor parallelism train on parts of the activations without summing.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+#include <memory>
 #include <string>
 
 #include "lockstep/collective/communicator.h"
@@ -15,5 +18,21 @@ void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, co
 // From now on backwards compare the gradients of the parameter, which all ranks have whole: the first, second, fourth,
 // eighth and so on, so that it costs nothing.
 void watch_gradients(const Tensor& parameter, const std::string& name, const Communicator& ranks);
+
+// Counts the backwards of what each rank is to use for its own part, and looks at their gradients now and then.
+class PartialGradients {
+ public:
+  // `whose`: "of norm.weight"; `remedy`: what to do where the ranks do not have parts.
+  PartialGradients(std::string whose, std::string remedy, const Communicator& ranks);
+
+  // The same tensor. In the first, second, fourth, eighth backward and so on throws InvalidArgument, on all ranks, where
+  // all have the same gradient, not zero: then each has used the value for the whole, and a sum would count it often.
+  Tensor watched(const Tensor& used) const;
+
+ private:
+  const std::string whose_, remedy_;
+  const Communicator ranks_;
+  const std::shared_ptr<std::atomic<std::uint64_t>> backwards_;
+};
 
 }  // namespace lockstep::parallel

@@ -187,6 +187,18 @@ TEST(OtherOperators, LayersMayBeDividedOneAfterTheOther) {
   });
 }
 
+// A layer under two names, and a second call, whose whole parameters the first one watches already.
+TEST(OtherOperators, WholeParametersMayBeWatchedTwice) {
+  collective::on_ranks(2, [&](const Group& group) {
+    torch::nn::Sequential net{torch::nn::Linear(4, 4), torch::nn::Linear(4, 4), torch::nn::Linear(4, 4)};
+    net->push_back(net->ptr<torch::nn::LinearImpl>(0));
+    for (const char* const name : {"1", "2"})
+      parallelize_module(*net, {group, 30}, {{name, ColwiseParallel{.output = Replicate()}}});
+    net->forward(at::ones({3, 4})).sum().backward();
+    EXPECT_TRUE(net->parameters()[0].grad().defined());
+  });
+}
+
 TEST(OtherOperators, ChangeADividedParameterInPlace) {
   const auto mask = waves({8, 6}, 3).gt(0).to(at::kDouble), other = waves({8, 6}, 5);
   const std::vector<std::pair<const char*, std::function<void(const at::Tensor&)>>> changes{

@@ -66,5 +66,19 @@ TEST(ReplicateParallel, TrainsSharedKeysAndValuesAsOneProcess) {
   });
 }
 
+// Each rank has the whole: summed over the ranks, gradients would be twice as large.
+TEST(ReplicateParallel, WholeActivationsHaveNoParts) {
+  const auto x = ripples({2, 5, 4}, 0.4);
+  for (const auto& [style, says] : {std::pair<ParallelStyle, std::string>{ReplicateParallel(), "of the output of q"},
+                                    std::pair<ParallelStyle, std::string>{SequenceParallel(), "of q.weight"}}) {
+    collective::on_ranks(2, [&, &style = style, &says = says](const Group& group) {
+      MultiQuery net;
+      parallelize_module(net, {group, 30}, {{"q", style}});
+      const auto y = net(x).pow(2).sum();
+      expect_says(message_of<Error>([&] { y.backward(); }), "the gradient " + says + " is the same on all 2 ranks");
+    });
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::parallel

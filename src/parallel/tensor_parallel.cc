@@ -5,6 +5,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include <algorithm>
+#include <set>
 
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -95,7 +96,7 @@ class Planner {
         name_in(found, "weight"), weight,
         std::make_shared<parallel::SharedLinear>(found.name, weight, style, ranks_for(name_in(found, "weight"))));
     if (const auto bias = bias_of(found); bias.defined())
-      add_change(name_in(found, "bias"), bias, std::make_shared<parallel::SequencePart>(ranks_));
+      add_change(name_in(found, "bias"), bias, std::make_shared<parallel::SequencePart>(name_in(found, "bias"), ranks_));
   }
 
   // The one that the layer uses: `head->weight = embedding->weight` leaves the registered parameter without use.
@@ -125,7 +126,7 @@ class Planner {
   void add_module(const Found& found, const SequenceParallel&) {
     for (const auto& each : found.module->named_parameters()) {
       const auto name = name_in(found, each.key());
-      add_change(name, each.value(), std::make_shared<parallel::SequencePart>(ranks_for(name)));
+      add_change(name, each.value(), std::make_shared<parallel::SequencePart>(name, ranks_for(name)));
     }
   }
 
@@ -145,7 +146,7 @@ class Planner {
   void add_bias(const Found& layer, const Tensor& bias, const RowwiseParallel& style) {
     if (std::holds_alternative<Replicate>(style.output)) return;
     const auto name = name_in(layer, "bias");
-    add_change(name, bias, std::make_shared<parallel::SequencePart>(ranks_for(name)));
+    add_change(name, bias, std::make_shared<parallel::SequencePart>(name, ranks_for(name)));
   }
 
   void add_change(const std::string& name, const Tensor& parameter, std::shared_ptr<ops::ParameterHook> hook) {
@@ -285,8 +286,10 @@ void parallelize_module(torch::nn::Module& module, const Communicator& ranks, co
   broadcast(ranks.with_purpose(Purpose("the first values of parallelize_module")), tensors);
   apply(changes, ranks);
   if (!have_same_activations(plan)) return;
+  std::set<const at::TensorImpl*> watched;  // a layer may be registered twice
   for (const auto& each : module.named_parameters()) {
-    if (each.value().requires_grad() && !parallel::has_style(each.value()))
+    if (!each.value().requires_grad() || parallel::has_style(each.value())) continue;
+    if (watched.insert(each.value().unsafeGetTensorImpl()).second)
       parallel::watch_gradients(each.value(), each.key(), ranks);
   }
 }
