@@ -153,12 +153,20 @@ double BackwardWeights::find_weight(int backward) {
     told_until_ = next_node();
     is_told = true;
   }
-  if (!options_.from_forwards) return is_told ? *last_told_ : 1;
+  const auto& [caller, object, from_forwards, on_other] = options_;
+  // Or another backward of what was there when examples were told.
+  const bool was_told = is_told || (last_told_ && found.newest < told_until_);
+  if (!from_forwards) {
+    if (was_told) return *last_told_;
+    if (!last_told_) return 1;
+    throw InvalidArgument(text(caller, ": the number of examples of this backward is not known, since ", object,
+                               ".add_examples was called before another one alone. Call it before each backward; where "
+                               "there are several in a step, as in a pipeline, scale the losses instead, and never "
+                               "call it"));
+  }
   if (is_told) return *last_told_ + found.examples;
   if (found.any && !found.unknown) return found.examples;
-  // Another backward of what was there when examples were told.
-  if (last_told_ && found.newest < told_until_) return *last_told_ + found.examples;
-  const auto& [caller, object, from_forwards, on_other] = options_;
+  if (was_told) return *last_told_ + found.examples;
   if (found.any) {
     throw InvalidArgument(text(caller,
                                ": the inputs of a forward do not tell how many examples it has, which a tensor "

@@ -15,6 +15,7 @@
 #include "parallel/mesh_backend.h"
 #include "parallel/pipeline_run.h"
 #include "parallel/pipeline_timeline.h"
+#include "parallel/sharded_units.h"
 #include "parallel/tied_parameters.h"
 
 namespace lockstep {
@@ -37,6 +38,7 @@ std::vector<std::pair<int, int>> pairs_of(const PipelineSchedule& schedule) {
   return pairs;
 }
 
+// `ranks`: those of the whole mesh, which may wait for this one along another axis.
 void check_examples(const Tensor& x, const Tensor& target, const Communicator& ranks) {
   if (x.dim() > 0 && target.dim() > 0 && target.size(0) == x.size(0)) return;
   ranks.abort_on_error([&] {
@@ -130,11 +132,22 @@ struct Pipeline::State {
     }
   }
 
+  // Found in the first step, or forward: modules may be sharded after they were made. Collective.
+  bool computes_alike() {
+    if (!alike) {
+      for (const auto& each : tied) each.check_not_sharded();
+      alike = ranks.any(std::any_of(modules.begin(), modules.end(), [](const auto& each) {
+        return parallel::is_called_with_other_ranks(*each.second);
+      }));
+    }
+    return *alike;
+  }
+
   template <class Act>
   void run(const Act& act) {
-    ranks.abort_on_error([&] {
+    parallel::mesh_of(ranks).abort_on_error([&] {
       try {
-        parallel::PipelineRun run(schedule, *links, forwards, ranks.rank());
+        parallel::PipelineRun run(schedule, *links, forwards, ranks.rank(), computes_alike());
         act(run);
       } catch (const std::exception& error) {
         const std::string why = error.what();
@@ -157,6 +170,7 @@ struct Pipeline::State {
   std::vector<parallel::TiedParameter> tied;
   std::vector<PipelineAction> timed_actions;  // this rank's of the last step
   std::vector<PipelineTimes::Span> times;
+  std::optional<bool> alike;  // whether ranks of other pipelines call the stages' modules together with these
   int steps = 0;
   Deadline::Clock::time_point zero, step_began;
 };
@@ -166,7 +180,7 @@ Pipeline::Pipeline(std::vector<PipelineStage> stages, const Communicator& ranks,
 Pipeline::~Pipeline() = default;
 
 double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& loss) {
-  check_examples(x, target, state_->ranks);
+  check_examples(x, target, parallel::mesh_of(state_->ranks));
   return sum_of_losses(*this, state_->ranks_for_losses, x,
                        [&](const Tensor& output, std::int64_t first, std::int64_t count) {
                          if (first == 0)
@@ -177,7 +191,7 @@ double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss&
 }
 
 double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& sum, const PipelineWeight& weight) {
-  check_examples(x, target, state_->ranks);
+  check_examples(x, target, parallel::mesh_of(state_->ranks));
   std::optional<double> all;  // the batch's weight, on the last stage's rank
   return sum_of_losses(*this, state_->ranks_for_losses, x,
                        [&](const Tensor& output, std::int64_t first, std::int64_t count) {
@@ -193,7 +207,9 @@ void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std
   state_->step_began = Deadline::Clock::now();
   state_->run([&](parallel::PipelineRun& run) { run.train(x, loss, most_microbatches, state_->times); });
   state_->timed_actions = state_->schedule.actions[static_cast<std::size_t>(state_->ranks.rank())];
-  for (auto& each : state_->tied) each.finish_step();
+  parallel::mesh_of(state_->ranks).abort_on_error([&] {
+    for (auto& each : state_->tied) each.finish_step();
+  });
   if (++state_->steps == kStepsBeforeCosts) state_->choose_order(measured_costs());
 }
 
@@ -201,6 +217,7 @@ void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std
 void Pipeline::regroup() {
   state_->schedule = state_->make_schedule({{}});
   state_->steps = 0;
+  state_->alike.reset();
   state_->links.emplace(state_->ranks, pairs_of(state_->schedule));
   for (auto& each : state_->tied) each.regroup(state_->ranks);
   state_->name_purposes();

@@ -20,14 +20,20 @@ StageMessage message(Message kind, const PipelineAction& action) { return {kind,
 
 }  // namespace
 
-PipelineRun::PipelineRun(const PipelineSchedule& schedule, StageLinks& links, const StageForwards& forwards, int rank)
-    : schedule_(schedule), links_(links), forwards_(forwards), rank_(rank) {}
+PipelineRun::PipelineRun(const PipelineSchedule& schedule, StageLinks& links, const StageForwards& forwards, int rank,
+                         bool alike)
+    : schedule_(schedule), links_(links), forwards_(forwards), rank_(rank), alike_(alike) {}
+
+bool PipelineRun::computes(int microbatch) const {
+  return alike_ ? microbatch < microbatches_ : parts_[static_cast<std::size_t>(microbatch)].size(0) > 0;
+}
 
 void PipelineRun::split(const Tensor& x, std::int64_t most_microbatches) {
-  const bool may_be_empty = most_microbatches == 0;  // then others compute in it
+  const bool may_be_empty = alike_ || most_microbatches == 0;  // then others compute in it
   if (!x.defined() || x.dim() == 0 || (x.size(0) == 0 && !may_be_empty))
     throw InvalidArgument("Pipeline: x has no examples; its first dimension counts them");
-  parts_ = x.tensor_split(std::clamp<std::int64_t>(most_microbatches, 1, schedule_.microbatches));
+  microbatches_ = std::clamp<std::int64_t>(most_microbatches, 1, schedule_.microbatches);
+  parts_ = x.tensor_split(microbatches_);
   parts_.resize(static_cast<std::size_t>(schedule_.microbatches), x.narrow(0, 0, 0));
   std::int64_t first = 0;
   for (const auto& part : parts_) first_example_.push_back(std::exchange(first, first + part.size(0)));
@@ -56,6 +62,7 @@ Tensor PipelineRun::take_input(const PipelineAction& action) {
 
 Tensor PipelineRun::loss_of(const PipelineAction& action, const Tensor& output) {
   const auto i = static_cast<std::size_t>(action.microbatch);
+  if (parts_[i].size(0) == 0) return output.sum() * 0;
   const auto loss = (*loss_)(output, first_example_[i], parts_[i].size(0));
   if (loss.numel() == 1) return loss;
   throw InvalidArgument(text("Pipeline: the loss has shape ", loss.sizes(), "; that of a microbatch must be a scalar"));
@@ -101,7 +108,7 @@ void PipelineRun::train(const Tensor& x, const MicrobatchLoss& loss, std::int64_
   const auto now = [&] { return std::chrono::duration<double>(Deadline::Clock::now() - start).count(); };
   for (const auto& action : schedule_.actions[static_cast<std::size_t>(rank_)]) {
     auto begin = now();
-    if (parts_[static_cast<std::size_t>(action.microbatch)].size(0) > 0) {
+    if (computes(action.microbatch)) {
       if (action.kind == Kind::forward) {
         const auto input = take_input(action);
         begin = now();
@@ -127,7 +134,7 @@ Tensor PipelineRun::predict(const Tensor& x, std::int64_t most_microbatches) {
   split(x, most_microbatches);
   std::vector<Tensor> outputs;
   for (const auto& action : schedule_.actions[static_cast<std::size_t>(rank_)]) {
-    if (action.kind != Kind::forward || parts_[static_cast<std::size_t>(action.microbatch)].size(0) == 0) continue;
+    if (action.kind != Kind::forward || !computes(action.microbatch)) continue;
     const auto output = forwards_.at(action.stage)(take_input(action));
     if (is_last(action.stage)) {
       outputs.push_back(output);

@@ -17,7 +17,9 @@ using StageForwards = std::map<int, std::function<Tensor(const Tensor&)>>;
 
 class PipelineRun {
  public:
-  PipelineRun(const PipelineSchedule& schedule, StageLinks& links, const StageForwards& forwards, int rank);
+  // `alike`: computes microbatches without examples as well, since ranks of other pipelines, which may have more
+  // examples, call the stages' modules together with these.
+  PipelineRun(const PipelineSchedule& schedule, StageLinks& links, const StageForwards& forwards, int rank, bool alike);
 
   // Forward and backward. `times`: of each action, but for its wait for other ranks; an action on a microbatch without
   // examples takes none.
@@ -35,6 +37,7 @@ class PipelineRun {
   };
 
   bool is_last(int stage) const { return stage + 1 == schedule_.stages(); }
+  bool computes(int microbatch) const;
   void split(const Tensor& x, std::int64_t most_microbatches);
   Tensor take(const StageMessage& message, int from_stage);
   void give(const StageMessage& message, int to_stage, const Tensor& tensor);
@@ -47,7 +50,9 @@ class PipelineRun {
   StageLinks& links_;
   const StageForwards& forwards_;
   const int rank_;
+  const bool alike_;
 
+  std::int64_t microbatches_ = 0;            // of this batch; later ones have no examples
   std::vector<Tensor> parts_;                // [microbatch]
   std::vector<std::int64_t> first_example_;  // [microbatch]
   const MicrobatchLoss* loss_ = nullptr;

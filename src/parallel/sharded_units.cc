@@ -43,12 +43,12 @@ class UseUnit final : public ops::ParameterHook {
   const std::size_t unit_;
 };
 
-// All shards of the process, with the ranks that have the other parts.
+// All shards of the process, with the ranks that have the other parts, and what the module's parameter was before.
 class KnownShards {
  public:
-  void add(const Tensor& shard, const Communicator& ranks) {
+  void add(const Tensor& shard, const Communicator& ranks, std::shared_ptr<const PartialParameter> of) {
     MutexLock lock(mutex_);
-    shards_.insert_or_assign(shard.unsafeGetTensorImpl(), ranks);
+    shards_.insert_or_assign(shard.unsafeGetTensorImpl(), Known{ranks, std::move(of)});
   }
   void remove(const Tensor& shard) {
     MutexLock lock(mutex_);
@@ -58,12 +58,21 @@ class KnownShards {
   const GroupBackend* group_of(const Tensor& tensor) {
     MutexLock lock(mutex_);
     const auto found = shards_.find(tensor.unsafeGetTensorImpl());
-    return found == shards_.end() ? nullptr : found->second.group().shared_backend().get();
+    return found == shards_.end() ? nullptr : found->second.ranks.group().shared_backend().get();
+  }
+  std::shared_ptr<const PartialParameter> partial_of(const Tensor& tensor) {
+    MutexLock lock(mutex_);
+    const auto found = shards_.find(tensor.unsafeGetTensorImpl());
+    return found == shards_.end() ? nullptr : found->second.of;
   }
 
  private:
+  struct Known {
+    Communicator ranks;
+    std::shared_ptr<const PartialParameter> of;
+  };
   Mutex mutex_;
-  std::unordered_map<const at::TensorImpl*, Communicator> shards_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::unordered_map<const at::TensorImpl*, Known> shards_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
 KnownShards& known_shards() {
@@ -102,6 +111,22 @@ ShardedUnits::~ShardedUnits() {
   for (const auto& shard : shards_) known_shards().remove(shard);
 }
 
+bool is_sharded(const Tensor& parameter) {
+  const auto hooks = ops::hooks_of(parameter);
+  return std::any_of(hooks.begin(), hooks.end(),
+                     [](const auto& hook) { return dynamic_cast<const UseUnit*>(hook.get()) != nullptr; });
+}
+
+bool is_called_with_other_ranks(const torch::nn::Module& module) {
+  const auto is_shared = [](const Tensor& parameter) {
+    const auto partial = partial_of(parameter);
+    return is_sharded(parameter) ||
+           (partial != nullptr && !partial->make_up_a_whole() && partial->ranks().size() > 1);
+  };
+  const auto parameters = module.parameters();
+  return std::any_of(parameters.begin(), parameters.end(), is_shared);
+}
+
 bool any_is_shard(const std::vector<Tensor>& tensors) {
   return std::any_of(tensors.begin(), tensors.end(),
                      [](const auto& tensor) { return known_shards().group_of(tensor) != nullptr; });
@@ -111,6 +136,10 @@ bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ran
   const auto* const group = ranks.group().shared_backend().get();
   return std::any_of(tensors.begin(), tensors.end(),
                      [&](const auto& tensor) { return known_shards().group_of(tensor) == group; });
+}
+
+std::shared_ptr<const PartialParameter> partial_of_shard(const Tensor& tensor) {
+  return known_shards().partial_of(tensor);
 }
 
 void ShardedUnits::add_examples(double examples) {
@@ -212,7 +241,7 @@ void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
     if (tensors[i].dim() == 2) ops::add_hook(tensors[i], std::make_shared<SplitWeight>(tensors[i]));
     if (flat.shard(i).numel() > 0) {
       shards_.push_back(flat.shard(i));
-      known_shards().add(flat.shard(i), ranks_);
+      known_shards().add(flat.shard(i), ranks_, partial_of(tensors[i]));
     }
     if (!tensors[i].requires_grad()) continue;
     ++unit.gradients;

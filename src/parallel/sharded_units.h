@@ -112,8 +112,19 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
 void add_units(torch::nn::Module& module, const std::vector<std::string>& patterns,
                const std::function<void(torch::nn::Module& unit, const std::string& name, bool keep)>& add);
 
+// Whether fully_shard has divided the module's parameter.
+bool is_sharded(const Tensor& parameter);
+
+// Whether ranks that have other examples must call the module together: its parameters are sharded, or it has experts.
+bool is_called_with_other_ranks(const torch::nn::Module& module);
+
 // Whether one of the tensors is a shard, or one of which these ranks have the other parts.
 bool any_is_shard(const std::vector<Tensor>& tensors);
 bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ranks);
+
+// Of the parameter of which the tensor is a shard, as partial_of: where other ranks have others in its place. Null for
+// any other tensor.
+class PartialParameter;
+std::shared_ptr<const PartialParameter> partial_of_shard(const Tensor& tensor);
 
 }  // namespace lockstep::parallel

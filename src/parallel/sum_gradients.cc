@@ -7,6 +7,7 @@
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/divided_parameter.h"
 #include "parallel/gradient_norm.h"
+#include "parallel/sharded_units.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -16,7 +17,7 @@ const Purpose kThere("finding which gradients the ranks have"), kSums("the gradi
 }  // namespace
 
 bool is_divided_among(const Tensor& parameter, const Communicator& ranks) {
-  const auto partial = partial_of(parameter);
+  const auto own = partial_of(parameter), partial = own != nullptr ? own : partial_of_shard(parameter);
   return partial != nullptr && partial->ranks().group().shared_backend() == ranks.group().shared_backend();
 }
 

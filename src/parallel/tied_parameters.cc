@@ -9,6 +9,7 @@
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/parameter_hook.h"
 #include "parallel/name_pattern.h"
+#include "parallel/sharded_units.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -34,6 +35,8 @@ bool is_tied_copy(const Tensor& parameter) {
 TiedParameter::TiedParameter(const std::vector<StageParameter>& copies, const PipelineSchedule& schedule,
                              const StageModules& mine, const Communicator& ranks) {
   if (copies.empty()) throw InvalidArgument("Pipeline: a tied parameter without copies");
+  name_ = text("stage ", copies[0].stage, "'s ", copies[0].name);
+  copies_ = static_cast<double>(copies.size());
   for (const auto& copy : copies) {
     if (copy.stage < 0 || copy.stage >= schedule.stages()) {
       throw InvalidArgument(text("Pipeline: tied parameter \"", copy.name, "\" of stage ", copy.stage, "; there are ",
@@ -52,9 +55,12 @@ TiedParameter::TiedParameter(const std::vector<StageParameter>& copies, const Pi
   has_first_ = schedule.rank_of_stage[static_cast<std::size_t>(copies[0].stage)] == ranks.rank();
   regroup(ranks);
   if (mine_.empty()) return;
-  for (const auto& copy : mine_) {
-    ranks_.check_all_agree("shapes of tied parameters", text(copy.scalar_type(), " ", copy.sizes()));
-  }
+  ranks.abort_on_error([&] {
+    for (const auto& copy : mine_) {
+      ranks_.check_all_agree("shapes of tied parameters",
+                             text(copy.scalar_type(), " ", copy.sizes(), copy.requires_grad() ? "" : " frozen"));
+    }
+  });
   const at::NoGradGuard no_gradient;
   broadcast(ranks_, {mine_[0]});
   for (const auto& copy : mine_) copy.detach().copy_(mine_[0].detach());
@@ -73,15 +79,36 @@ void TiedParameter::begin_step() {
 void TiedParameter::finish_step() {
   if (mine_.empty()) return;
   const at::NoGradGuard no_gradient;
-  const auto sum = at::zeros_like(mine_[0], at::MemoryFormat::Contiguous);
+  // The sum, how many copies have a gradient, and how many are trained.
+  const auto numel = mine_[0].numel();
+  const auto sent = at::zeros({numel + 2}, mine_[0].options().requires_grad(false));
+  const auto sum = sent.narrow(0, 0, numel).view(mine_[0].sizes());
   for (const auto& copy : mine_) {
     if (copy.grad().defined()) sum.add_(copy.grad());
+    sent[numel] += copy.grad().defined() ? 1 : 0;
+    sent[numel + 1] += copy.requires_grad() ? 1 : 0;
   }
-  all_reduce(ranks_.group(), sum, ReduceOp::sum, ranks_.deadline());
+  all_reduce(ranks_.group(), sent, ReduceOp::sum, ranks_.deadline());
+  const auto trained = sent[numel + 1].item<double>();
+  if (trained != 0 && trained != copies_) {
+    throw InvalidArgument(text("Pipeline: ", name_, " is tied to others: of the ", copies_, " copies ", trained,
+                               trained == 1 ? " is" : " are", " trained; freeze all of them, or none"));
+  }
+  if (sent[numel].item<double>() == 0) {
+    for (std::size_t i = 0; i < mine_.size(); ++i) mine_[i].mutable_grad() = earlier_[i];
+    return;
+  }
   for (std::size_t i = 0; i < mine_.size(); ++i) {
     if (!mine_[i].requires_grad()) continue;
     mine_[i].mutable_grad() = earlier_[i].defined() ? earlier_[i] + sum : sum.clone();
   }
+}
+
+void TiedParameter::check_not_sharded() const {
+  if (std::none_of(mine_.begin(), mine_.end(), is_sharded)) return;
+  throw InvalidArgument(text("Pipeline: ", name_,
+                             " is tied to parameters of other stages, and fully_shard has divided it, so that the "
+                             "copies' gradients cannot be summed: leave the stages that have copies whole"));
 }
 
 }  // namespace lockstep::parallel

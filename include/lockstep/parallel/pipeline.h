@@ -111,7 +111,8 @@ class Pipeline {
   // rank's parameters, and returns that loss, on all ranks. x [examples, ...] is read by the first stage's rank and
   // target [examples, ...] by the last one's; on the others they are only counted. On every rank x must be on the
   // device of its stages: what other ranks send is copied there. Microbatches differ by one example at most; there are
-  // fewer of them where there are fewer examples. The third step is collective over the whole mesh whose axis the ranks
+  // fewer of them where there are fewer examples; but where the stages' parameters are sharded, or have experts, all
+  // microbatches are computed, some without examples, and x may have none. The third step is collective over the whole mesh whose axis the ranks
   // are. Throws InvalidArgument where gradients are off; and where `target`, of int64, has labels of -100, the
   // ignore_index of LibTorch's losses, unequally in the microbatches: the mean of a microbatch is then not over its
   // examples. Give a sum and a weight for it, and for every other loss that is not a mean over examples.
