@@ -12,6 +12,7 @@
 #include "ops/replica_random.h"
 #include "parallel/bytes_in_use.h"
 #include "parallel/layers_module.h"
+#include "parallel/sharded_units.h"
 #include "parallel/synchronize.h"
 
 namespace lockstep {
@@ -27,6 +28,11 @@ struct Measured {
 Measured measure(const PipelineStage& layer, const Tensor& x) {
   const auto module = layer.make();
   module->to(x.device());
+  if (parallel::is_called_with_other_ranks(*module)) {
+    throw InvalidArgument(
+        "measure_layers: a layer has experts on several ranks, or sharded parameters, which all ranks would have to "
+        "call: say how many layers each stage has, as ModelParallelOptions::layers_of_stages does");
+  }
   Measured result;
   result.cost.seconds = std::numeric_limits<double>::infinity();
   for (const auto& parameter : module->parameters())

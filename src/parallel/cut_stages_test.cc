@@ -8,6 +8,8 @@
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
 #include "lockstep/ops/memory.h"
+#include "lockstep/parallel/moe.h"
+#include "parallel/expert_testing.h"
 #include "parallel/transformer_testing.h"
 
 namespace lockstep::parallel {
@@ -83,6 +85,19 @@ TEST(CutStages, MeasuredLayersMakeAPipelineThatIsTheModel) {
     Pipeline pipeline(join_layers(layers, {5}), group, {});
     EXPECT_TRUE(pipeline.forward(batch.ids).equal(expected));  // the same initial values
     EXPECT_EQ(pipeline.modules()[0].second->named_parameters().keys(), whole->named_parameters().keys());
+  });
+}
+
+TEST(MeasureLayers, RefusesExpertsOfOtherRanks) {
+  collective::on_ranks(2, [&](const Group& group) {
+    const std::vector<PipelineStage> layers{[&] {
+      return MoE(
+          {.experts = 2}, kExpertWidth, [] { return Expert(); }, Communicator(group, 30));
+    }};
+    expect_says(message_of([&] {
+                  measure_layers(layers, at::zeros({2, kExpertWidth}), {group, 30});
+                }),
+                "a layer has experts on several ranks");
   });
 }
 

@@ -12,6 +12,10 @@
 namespace lockstep::parallel {
 namespace {
 
+constexpr const char* kReplicateRemedy =
+    "ReplicateParallel is for a layer whose output each rank uses for its part of other activations, such as keys and "
+    "values of multi-query attention; leave the style out where all use the output alike";
+
 bool is_whole(const Layout& layout) { return std::holds_alternative<Replicate>(layout); }
 std::int64_t dim_of(const Layout& layout) { return std::get<Shard>(layout).dim; }
 bool is_last(const Layout& layout) { return !is_whole(layout) && dim_of(layout) == -1; }
@@ -320,10 +324,7 @@ SharedLinear::SharedLinear(std::string layer, const Tensor& weight, const Replic
       weight_(weight),
       style_(style),
       ranks_(std::move(ranks)),
-      gradients_(text("of the output of ", layer_),
-                 "ReplicateParallel is for a layer whose output each rank uses for its part of other activations, such "
-                 "as keys and values of multi-query attention; leave the style out where all use the output alike",
-                 ranks_) {
+      gradients_(text("of the output of ", layer_), kReplicateRemedy, ranks_) {
   if (is_last(style.input))
     throw InvalidArgument(
         text("ReplicateParallel ", layer_, ": input may be Replicate, or Shard of the sequence's dimension"));
@@ -340,16 +341,15 @@ bool SharedLinear::run(const ops::OperatorCall& call, std::size_t i) {
   return true;
 }
 
-// A bias may have the same gradient on all ranks: where the loss is linear in the outputs.
-SequencePart::SequencePart(const std::string& name, Communicator ranks)
+SequencePart::SequencePart(const std::string& name, Communicator ranks, Of of)
     : ranks_(std::move(ranks)),
-      gradients_(name.ends_with("bias")
-                     ? std::nullopt
-                     : std::optional(PartialGradients(
-                           text("of ", name),
-                           "SequenceParallel is for a layer whose input is divided along the sequence; leave the style "
-                           "out where each rank has the whole input",
-                           ranks_))) {}
+      of_(of),
+      gradients_(text("of ", name),
+                 of == Of::replicate_parallel
+                     ? kReplicateRemedy
+                     : "SequenceParallel is for a layer whose input is divided along the sequence; leave the style out "
+                       "where each rank has the whole input",
+                 ranks_) {}
 
 void SequencePart::before(const ops::OperatorCall& call, std::size_t i) {
   if (call.name() == "aten::embedding") call.argument(1) = part_of(call.tensor(1), -1, ranks().rank(), ranks().size());
@@ -358,8 +358,10 @@ void SequencePart::before(const ops::OperatorCall& call, std::size_t i) {
     throw InvalidArgument(text("SequenceParallel: ", call.name(), " takes a list of parameters; use them one by one"));
   if (is_of_it_alone(call, {i})) return;  // such as a norm, which all ranks make alike
   if (!call.tensor(i).requires_grad()) return;
-  const auto used = exchange(call.tensor(i), ranks(), Exchange::keep, Exchange::sum);
-  call.argument(i) = gradients_ ? gradients_->watched(used) : used;
+  call.argument(i) = exchange(call.tensor(i), ranks(), Exchange::keep, Exchange::sum);
+  if (of_ == Of::rowwise_parallel) return;  // whose output is divided by the layer itself
+  // A bias has the same gradient on all ranks where the loss is linear in the outputs; not so the same input.
+  gradients_.watched(call.tensor(i), call.arguments() > 1 ? call.tensor(i == 0 ? 1 : 0) : Tensor());
 }
 
 bool SequencePart::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {

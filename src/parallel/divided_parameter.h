@@ -158,15 +158,17 @@ class SharedLinear final : public ops::ParameterHook {
 // Of a parameter that all ranks have, each of which uses it for its part of the sequence: its gradient is their sum.
 class SequencePart final : public ops::ParameterHook {
  public:
-  // `name`: the parameter's.
-  SequencePart(const std::string& name, Communicator ranks);
+  // `name`: the parameter's. `of`: its layer's style.
+  enum class Of { sequence_parallel, replicate_parallel, rowwise_parallel };
+  SequencePart(const std::string& name, Communicator ranks, Of of = Of::sequence_parallel);
   const Communicator& ranks() const { return ranks_; }
   void before(const ops::OperatorCall& call, std::size_t i) override;
   bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
 
  private:
   const Communicator ranks_;
-  const std::optional<PartialGradients> gradients_;
+  const Of of_;
+  const PartialGradients gradients_;
 };
 
 // Whether parallelize_module, or MoE, has given the parameter a style.

@@ -29,19 +29,23 @@ std::array<double, 2> norm_and_sum(const Tensor& gradient) {
 // Of gradients that are no copies of each other the norms agree to fewer digits.
 constexpr double kSame = 1e-6;
 
-// The second tells gradients of other rows, which may be equal, from those of the same.
-std::array<double, 2> norm_and_places(const Tensor& gradient) {
-  auto [norm, sum] = norm_and_sum(gradient);
-  if (norm == 0) return {0, 0};
+// The second number tells equal values at other places from those at the same.
+std::array<double, 2> norm_and_places(const Tensor& values) {
+  if (!values.defined() || values.layout() != at::kStrided || values.numel() == 0) return {0, 0};
   const at::NoGradGuard no_gradient;
-  const auto flat = gradient.flatten().to(at::kDouble);
+  const auto flat = values.detach().flatten().to(at::kDouble);
   const auto places = at::arange(1, flat.numel() + 1, flat.options()) / static_cast<double>(flat.numel());
-  return {norm, flat.dot(places).item<double>() / std::sqrt(static_cast<double>(flat.numel()))};
+  return {flat.norm().item<double>(), flat.dot(places).item<double>() / std::sqrt(static_cast<double>(flat.numel()))};
 }
 
 // The largest of the ranks' numbers, and of the negated ones.
-std::array<double, 4> largest_of(std::array<double, 2> mine, const Communicator& ranks) {
-  std::array<double, 4> largest{mine[0], mine[1], -mine[0], -mine[1]};
+template <std::size_t N>
+std::array<double, 2 * N> largest_of(std::array<double, N> mine, const Communicator& ranks) {
+  std::array<double, 2 * N> largest{};
+  for (std::size_t i = 0; i < N; ++i) {
+    largest[i] = mine[i];
+    largest[N + i] = -mine[i];
+  }
   auto call = Call::all_reduce(buffer_of(std::span<double>(largest)), ReduceOp::max);
   call.purpose = ranks.purpose();
   ranks.group().run(call, ranks.deadline());
@@ -54,24 +58,30 @@ PartialGradients::PartialGradients(std::string whose, std::string remedy, const 
     : whose_(std::move(whose)),
       remedy_(std::move(remedy)),
       ranks_(ranks.with_purpose(Purpose(text("comparing the gradients ", whose_)))),
-      backwards_(std::make_shared<std::atomic<std::uint64_t>>(0)) {}
+      uses_(std::make_shared<std::atomic<std::uint64_t>>(0)) {}
 
-Tensor PartialGradients::watched(const Tensor& used) const {
+Tensor PartialGradients::watched(const Tensor& used, const Tensor& input) const {
   if (ranks_.size() == 1 || !used.requires_grad() || used.is_leaf()) return used;
-  used.register_hook([whose = whose_, remedy = remedy_, ranks = ranks_, backwards = backwards_](const Tensor& gradient) {
-    if (!std::has_single_bit(++*backwards)) return;
-    const auto largest = largest_of(norm_and_places(gradient), ranks);
-    const double difference = std::max(largest[0] + largest[2], largest[1] + largest[3]);
-    if (!(largest[0] > 0) || difference > kSame * largest[0]) return;
-    throw InvalidArgument(text("the gradient ", whose, " is the same on all ", ranks.size(), " ranks, of norm ",
-                               largest[0], ", where each should have that of its own part, which are summed. ", remedy));
-  });
+  if (!std::has_single_bit(++*uses_)) return used;
+  used.register_hook(
+      [whose = whose_, remedy = remedy_, ranks = ranks_, of_input = norm_and_places(input)](const Tensor& gradient) {
+        const auto [norm, places] = norm_and_places(gradient);
+        const auto largest = largest_of(std::array{norm, places, of_input[0], of_input[1]}, ranks);
+        const auto differs = [&](std::size_t i, double of) { return !(largest[i] + largest[4 + i] <= kSame * of); };
+        // A gradient of rounding errors alone, as of the bias of keys, may be the same by chance.
+        const double noise = gradient.scalar_type() == at::kDouble ? 1e-12 : 1e-6;
+        if (!(largest[0] > noise) || differs(0, largest[0]) || differs(1, largest[0])) return;
+        if (differs(2, largest[2]) || differs(3, largest[2])) return;
+        throw InvalidArgument(text("the gradient ", whose, " is the same on all ", ranks.size(), " ranks, of norm ",
+                                   largest[0], ", where each should have that of its own part, which are summed. ",
+                                   remedy));
+      });
   return used;
 }
 
 void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, const std::string& whose) {
   const auto [norm, sum] = norm_and_sum(gradient);
-  const auto largest = largest_of({norm, sum}, ranks);
+  const auto largest = largest_of(std::array{norm, sum}, ranks);
   const double difference = std::max(largest[0] + largest[2], largest[1] + largest[3]);
   if (!(difference > kTolerance * largest[0])) return;  // so do gradients that are no numbers
   throw InvalidArgument(

@@ -19,20 +19,21 @@ void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, co
 // eighth and so on, so that it costs nothing.
 void watch_gradients(const Tensor& parameter, const std::string& name, const Communicator& ranks);
 
-// Counts the backwards of what each rank is to use for its own part, and looks at their gradients now and then.
+// Looks now and then at the gradients of what each rank is to use for its own part of the activations.
 class PartialGradients {
  public:
   // `whose`: "of norm.weight"; `remedy`: what to do where the ranks do not have parts.
   PartialGradients(std::string whose, std::string remedy, const Communicator& ranks);
 
-  // The same tensor. In the first, second, fourth, eighth backward and so on throws InvalidArgument, on all ranks, where
-  // all have the same gradient, not zero: then each has used the value for the whole, and a sum would count it often.
-  Tensor watched(const Tensor& used) const;
+  // The same tensor, which an operator uses with `input`. The backward of the first, second, fourth, eighth use and so
+  // on throws InvalidArgument, on all ranks, where all have the same gradient, not zero, and the same input, where one
+  // is given: then each has used the value for the whole, and a sum would count it often.
+  Tensor watched(const Tensor& used, const Tensor& input = {}) const;
 
  private:
   const std::string whose_, remedy_;
   const Communicator ranks_;
-  const std::shared_ptr<std::atomic<std::uint64_t>> backwards_;
+  const std::shared_ptr<std::atomic<std::uint64_t>> uses_;
 };
 
 }  // namespace lockstep::parallel

@@ -8,6 +8,9 @@
 #include <torch/optim/adamw.h>
 
 #include "collective/on_ranks_testing.h"
+#include "lockstep/parallel/device_mesh.h"
+#include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/tensor_parallel.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -43,6 +46,29 @@ TEST(AverageGradients, SparseGradientsBecomeDenseMeans) {
     average_gradients(table->parameters(), {group, 30});
     const auto expected = at::tensor({0.5F, 0.5F, 1.0F, 0.0F}).unsqueeze(1).expand({4, 2});
     EXPECT_TRUE(at::equal(table->weight.grad(), expected));
+  });
+}
+
+// Each rank along the other axis has a parameter of its own, whose gradients are sums over all ranks already.
+TEST(AverageGradients, MeansOverAnAxisOfPartsAreOfEachPart) {
+  struct PlacesImpl : torch::nn::Module {
+    PlacesImpl() { weight = register_parameter("weight", at::sin(at::arange(8, at::kDouble)).view({4, 2})); }
+    at::Tensor weight;
+  };
+  const auto x = at::cos(at::arange(8, at::kDouble)).view({4, 2});
+  collective::on_ranks(4, [&](const Group& group) {
+    const DeviceMesh mesh({{"shard", 2}, {"context", 2}}, {group, 30});
+    const auto net = std::make_shared<PlacesImpl>();
+    parallelize_module(*net, mesh["context"], {{"weight", Shard{0}}});
+    FullyShardedParameters sharded(mesh["shard"]);
+    sharded.add(*net);
+    const auto own = x.chunk(2)[static_cast<std::size_t>(mesh.coordinate("context"))];
+    (net->weight * own).mean().backward();
+    average_gradients(sharded.parameters(), mesh["context"]);
+    double sum = 0;
+    for (const auto& shard : sharded.parameters()) sum += shard.grad().sum().item<double>();
+    mesh["shard"].sum({&sum, 1});
+    EXPECT_NEAR(sum, (own / 8).sum().item<double>(), 1e-12);
   });
 }
 

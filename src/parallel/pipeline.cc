@@ -204,8 +204,10 @@ void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std
   if (!at::GradMode::is_enabled()) throw InvalidArgument("Pipeline: gradients are off; use forward");
   for (auto& each : state_->tied) each.begin_step();
   state_->begin(state_->stepping);
-  state_->step_began = Deadline::Clock::now();
-  state_->run([&](parallel::PipelineRun& run) { run.train(x, loss, most_microbatches, state_->times); });
+  state_->run([&](parallel::PipelineRun& run) {
+    state_->step_began = Deadline::Clock::now();
+    run.train(x, loss, most_microbatches, state_->times);
+  });
   state_->timed_actions = state_->schedule.actions[static_cast<std::size_t>(state_->ranks.rank())];
   parallel::mesh_of(state_->ranks).abort_on_error([&] {
     for (auto& each : state_->tied) each.finish_step();

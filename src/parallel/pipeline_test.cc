@@ -12,6 +12,7 @@
 #include "collective/on_ranks_testing.h"
 #include "collective/ranks_testing.h"
 #include "lockstep/parallel/device_mesh.h"
+#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "parallel/split_linear.h"
 #include "parallel/transformer_testing.h"
@@ -125,6 +126,76 @@ TEST(Pipeline, RanksInAnotherPipelineAreToldWhich) {
       expect_says(said, trains_on_both ? "for a step of Pipeline 2" : "for a forward of Pipeline 1");
     }
   }
+}
+
+at::Tensor squares(const at::Tensor& y, const at::Tensor& target) { return (y - target).pow(2).sum(); }
+
+torch::nn::Linear make_linear(double phase) {
+  torch::nn::Linear layer(4, 4);
+  layer->to(at::kDouble);
+  const at::NoGradGuard no_gradient;
+  layer->weight.copy_(at::sin(at::arange(16, at::kDouble) + phase).view({4, 4}));
+  layer->bias.copy_(at::cos(at::arange(4, at::kDouble) + phase));
+  return layer;
+}
+
+// Ranks of two pipelines gather the shards together, with 3 examples and 1 or none, for 2 microbatches.
+TEST(Pipeline, ShardedStagesComputeAsManyMicrobatchesOnAllRanks) {
+  const auto x = at::sin(at::arange(16, at::kDouble)).view({4, 4}), y = x.flip(-1);
+  for (const std::int64_t first : {3, 4}) {
+    auto one = make_linear(0), two = make_linear(1);
+    const auto loss = squares(two(one(x)), y) / 4;
+    loss.backward();
+    collective::on_ranks(4, [&](const Group& group) {
+      const DeviceMesh mesh({{"shard", 2}, {"pipeline", 2}}, {group, 30});
+      Pipeline pipeline({[] { return make_linear(0); }, [] { return make_linear(1); }}, mesh["pipeline"],
+                        {.microbatches = 2});
+      FullyShardedParameters sharded(mesh["shard"]);
+      for (const auto& [stage, module] : pipeline.modules()) sharded.add(*module, std::to_string(stage));
+      const bool is_first = mesh.coordinate("shard") == 0;
+      const auto begin = is_first ? 0 : first, count = is_first ? first : 4 - first;
+      pipeline.step(x.narrow(0, begin, count), y.narrow(0, begin, count), squares, [](const auto&) { return 2.0; });
+      double found = 0, expected = 0;
+      for (const auto& shard : sharded.parameters()) found += shard.grad().sum().item<double>();
+      for (const auto& layer : {one, two}) {
+        for (const auto& parameter : layer->parameters()) expected += parameter.grad().sum().item<double>();
+      }
+      Communicator(group, 30).sum({&found, 1});
+      EXPECT_NEAR(found, expected, 1e-10);
+    });
+  }
+}
+
+TEST(Pipeline, TiedCopiesAreFrozenTogetherAndNotSharded) {
+  const std::vector<std::vector<StageParameter>> tied{{{0, "weight"}, {1, "weight"}}};
+  const auto x = at::sin(at::arange(16, at::kDouble)).view({4, 4});
+  collective::on_ranks(2, [&](const Group& group) {
+    const auto frozen = [&](bool second) {
+      return [=] {
+        auto layer = make_linear(second ? 1 : 0);
+        layer->weight.set_requires_grad(!second);
+        return layer;
+      };
+    };
+    expect_says(message_of([&] {
+                  Pipeline({frozen(false), frozen(true)}, {group, 30}, {.tied = tied});
+                }),
+                "shapes of tied parameters");
+  });
+  collective::on_ranks(2, [&](const Group& group) {
+    Pipeline pipeline({[] { return make_linear(0); }, [] { return make_linear(1); }}, {group, 30}, {.tied = tied});
+    if (group.rank() == 1) pipeline.parameters()[0].set_requires_grad(false);
+    expect_says(message_of([&] { pipeline.step(x, x, squares, [](const auto&) { return 4.0; }); }),
+                "of the 2 copies 1 is trained; freeze all of them, or none");
+  });
+  collective::on_ranks(2, [&](const Group& group) {
+    const DeviceMesh mesh({{"shard", 1}, {"pipeline", 2}}, {group, 30});
+    Pipeline pipeline({[] { return make_linear(0); }, [] { return make_linear(1); }}, mesh["pipeline"], {.tied = tied});
+    FullyShardedParameters sharded(mesh["shard"]);
+    sharded.add(*pipeline.modules()[0].second);
+    expect_says(message_of([&] { pipeline.step(x, x, squares, [](const auto&) { return 4.0; }); }),
+                "is tied to parameters of other stages, and fully_shard has divided it");
+  });
 }
 
 // The gradients of linear layers' weights are made in backward_weight, not before.

@@ -81,7 +81,8 @@ struct Forward : torch::CustomClassHolder {
   throw InvalidArgument(text("recompute: ", module.name(), what));
 }
 
-// Throws where `y` was computed from a leaf of autograd's graph that is not among the inputs: its gradient would be lost.
+// Throws where `y` was computed from a leaf of autograd's graph that is not among the inputs: its gradient would be
+// lost.
 void check_leaves(const torch::nn::Module& module, const Tensor& y, const std::vector<Tensor>& inputs) {
   std::unordered_set<const torch::autograd::Node*> seen;
   for (const auto& input : inputs) seen.insert(torch::autograd::impl::grad_accumulator(input).get());
@@ -92,8 +93,8 @@ void check_leaves(const torch::nn::Module& module, const Tensor& y, const std::v
     if (node == nullptr || !seen.insert(node).second) continue;
     if (const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) {
       throw_for(module, text("'s forward uses a tensor of shape ", leaf->variable.sizes(),
-                                 " that requires gradients and is neither its input nor one of its parameters, so that "
-                                 "its gradient would be lost: register it in the module"));
+                             " that requires gradients and is neither its input nor one of its parameters, so that "
+                             "its gradient would be lost: register it in the module"));
     }
     for (const auto& edge : node->next_edges()) left.push_back(edge.function.get());
   }
@@ -111,8 +112,8 @@ struct Recompute : torch::autograd::Function<Recompute> {
     const auto y = (*forward)(x);
     if (x._version() != before) {
       throw_for(*forward->module,
-                    " changes its input in place, from which its second forward would compute something else: let it "
-                    "change a clone, as x = x.clone()");
+                " changes its input in place, from which its second forward would compute something else: let it "
+                "change a clone, as x = x.clone()");
     }
     context->saved_data["version"] = forward->version_of_parameters();
     return y.is_same(x) ? y.view_as(y) : y;
@@ -125,8 +126,8 @@ struct Recompute : torch::autograd::Function<Recompute> {
     const bool needs_gradient = context->saved_data["needs_gradient"].toBool();
     if (forward->version_of_parameters() != context->saved_data["version"].toInt()) {
       throw_for(*forward->module,
-                    "'s parameters have changed since its forward, so that its second forward would compute something "
-                    "else: change them after the backward");
+                "'s parameters have changed since its forward, so that its second forward would compute something "
+                "else: change them after the backward");
     }
     auto x = context->get_saved_variables()[0].detach();
     if (needs_gradient) x.requires_grad_();
@@ -143,6 +144,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
     std::vector<Tensor> inputs;
     if (needs_gradient) inputs.push_back(x);
     const auto parameters = forward->parameters();
+    if (!y.requires_grad()) return torch::autograd::variable_list(2 + parameters.size());  // it uses none of them
     for (const auto& parameter : parameters) {
       if (parameter.requires_grad()) inputs.push_back(parameter);
     }

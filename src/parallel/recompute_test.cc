@@ -164,6 +164,19 @@ TEST(Recompute, CountsASharedLayerOnce) {
   EXPECT_TRUE(at::allclose(net->first->weight.grad(), expected));
 }
 
+// As a module of frozen layers, or one that is not used.
+TEST(Recompute, AModuleMayUseNoneOfItsParameters) {
+  struct Passes : Scaled {
+    Passes() : Scaled([](at::Tensor&) {}) {}
+    at::Tensor forward(const at::Tensor& x) { return x * 2; }
+  };
+  auto module = std::make_shared<Passes>();
+  const auto used = at::ones({3}, at::kDouble).requires_grad_();
+  (recompute(module, at::ones({3}, at::kDouble)) * used).sum().backward();
+  EXPECT_TRUE(at::equal(used.grad(), at::full({3}, 2, at::kDouble)));
+  EXPECT_FALSE(module->weight.grad().defined());
+}
+
 TEST(Recompute, RefusesParametersOfOtherModules) {
   const auto other = at::ones({3}, at::kDouble).requires_grad_();
   auto module = std::make_shared<Scaled>([&](at::Tensor& x) { x = x * other; });

@@ -120,8 +120,7 @@ bool is_sharded(const Tensor& parameter) {
 bool is_called_with_other_ranks(const torch::nn::Module& module) {
   const auto is_shared = [](const Tensor& parameter) {
     const auto partial = partial_of(parameter);
-    return is_sharded(parameter) ||
-           (partial != nullptr && !partial->make_up_a_whole() && partial->ranks().size() > 1);
+    return is_sharded(parameter) || (partial != nullptr && !partial->make_up_a_whole() && partial->ranks().size() > 1);
   };
   const auto parameters = module.parameters();
   return std::any_of(parameters.begin(), parameters.end(), is_shared);

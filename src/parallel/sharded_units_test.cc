@@ -359,6 +359,22 @@ TEST(ShardedUnits, RefusesToTrainWhatWasFrozen) {
   });
 }
 
+// Of a step of several backwards, as a pipeline's, the others would count all ranks alike.
+TEST(ShardedUnits, ExamplesAreToldForEachBackwardOrNone) {
+  collective::on_ranks(2, [&](const Group& group) {
+    Net net;
+    FullyShardedParameters sharded({group, 30});
+    sharded.add(*net);
+    const auto x = ragged_part(group.rank());
+    sharded.add_examples(static_cast<double>(x.size(0)));
+    net(x).pow(2).mean().backward();
+    sharded.release();
+    const auto y = net(x).pow(2).mean();
+    expect_says(message_of<InvalidArgument>([&] { y.backward(); }),
+                "the number of examples of this backward is not known, since sharded.add_examples was called before");
+  });
+}
+
 TEST(ShardedUnits, RefusesSchedulesThatSplitBackward) {
   collective::on_ranks(1, [&](const Group& group) {
     Net net;

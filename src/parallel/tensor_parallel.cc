@@ -96,7 +96,9 @@ class Planner {
         name_in(found, "weight"), weight,
         std::make_shared<parallel::SharedLinear>(found.name, weight, style, ranks_for(name_in(found, "weight"))));
     if (const auto bias = bias_of(found); bias.defined())
-      add_change(name_in(found, "bias"), bias, std::make_shared<parallel::SequencePart>(name_in(found, "bias"), ranks_));
+      add_change(name_in(found, "bias"), bias,
+                 std::make_shared<parallel::SequencePart>(name_in(found, "bias"), ranks_,
+                                                          parallel::SequencePart::Of::replicate_parallel));
   }
 
   // The one that the layer uses: `head->weight = embedding->weight` leaves the registered parameter without use.
@@ -146,7 +148,9 @@ class Planner {
   void add_bias(const Found& layer, const Tensor& bias, const RowwiseParallel& style) {
     if (std::holds_alternative<Replicate>(style.output)) return;
     const auto name = name_in(layer, "bias");
-    add_change(name, bias, std::make_shared<parallel::SequencePart>(name, ranks_for(name)));
+    add_change(
+        name, bias,
+        std::make_shared<parallel::SequencePart>(name, ranks_for(name), parallel::SequencePart::Of::rowwise_parallel));
   }
 
   void add_change(const std::string& name, const Tensor& parameter, std::shared_ptr<ops::ParameterHook> hook) {
@@ -250,11 +254,9 @@ std::string describe(const ReplicateParallel& style) { return text("ReplicatePar
 std::string describe(const Shard& style) { return describe(Layout(style)); }
 
 // With Shard alone the ranks may have other activations, such as other positions.
-bool have_same_activations(const ParallelPlan& plan) {
-  return std::any_of(plan.begin(), plan.end(), [](const auto& entry) {
-    return std::holds_alternative<ColwiseParallel>(entry.second) ||
-           std::holds_alternative<RowwiseParallel>(entry.second);
-  });
+bool has_styles_of_layers(const ParallelPlan& plan) {
+  return std::any_of(plan.begin(), plan.end(),
+                     [](const auto& entry) { return !std::holds_alternative<Shard>(entry.second); });
 }
 
 // What ranks must have in common.
@@ -285,7 +287,7 @@ void parallelize_module(torch::nn::Module& module, const Communicator& ranks, co
   }
   broadcast(ranks.with_purpose(Purpose("the first values of parallelize_module")), tensors);
   apply(changes, ranks);
-  if (!have_same_activations(plan)) return;
+  if (!has_styles_of_layers(plan)) return;
   std::set<const at::TensorImpl*> watched;  // a layer may be registered twice
   for (const auto& each : module.named_parameters()) {
     if (!each.value().requires_grad() || parallel::has_style(each.value())) continue;

@@ -24,17 +24,17 @@ class TiedParameter {
   // Before a step: puts aside the gradients of earlier steps.
   void begin_step();
 
-  // After it: gives each copy the sum of the copies' gradients of this step, added to those of earlier ones; none, where
-  // no copy has one. Collective over the ranks that have copies. Throws InvalidArgument, on all of them, where some
-  // copies are frozen.
+  // After it: gives each copy the sum of the copies' gradients of this step, added to those of earlier ones; none,
+  // where no copy has one. Collective over the ranks that have copies. Throws InvalidArgument, on all of them, where
+  // some copies are frozen.
   void finish_step();
 
   // Throws InvalidArgument where fully_shard has divided a copy: backward does not leave the copy's gradient then.
   void check_not_sharded() const;
 
  private:
-  std::string name_;       // the first copy's
-  double copies_ = 0;      // on all ranks
+  std::string name_;   // the first copy's
+  double copies_ = 0;  // on all ranks
   std::vector<Tensor> mine_;
   std::vector<Tensor> earlier_;  // gradients of mine_
   bool has_first_ = false;       // of the copies

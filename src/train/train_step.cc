@@ -225,18 +225,20 @@ train::ComputedStep ModelImpl::compute_no_gradients(ReplicaContext& replica, con
   std::vector<Tensor> buffers;  // which such examples must not change
   for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i)
     buffers.push_back(parameters->buffer(id, i).clone());
-  const auto loss_of = [&](const Tensor& output) {
-    const auto loss = compiled->loss.terms(none.y, policy.outputs(output), none.weight);
+  const auto loss_of = [&](const Tensor& output, std::int64_t first, std::int64_t count) {
+    const auto some = rows_of(none, first, count);
+    const auto loss = compiled->loss.terms(some.y, policy.outputs(output), some.weight);
     require_gradient(loss.sum);
     return loss.sum;
   };
   if (split.before_forward) split.before_forward();
   if (split.before_backward) split.before_backward(0);
   if (stages != nullptr) {
-    stages->forward_backward(none.x,
-                             [&](const Tensor& output, std::int64_t, std::int64_t) { return loss_of(output) * 0; });
+    stages->forward_backward(none.x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
+      return loss_of(output, first, count) * 0;
+    });
   } else {
-    backward_from(loss_of(outputs_of(replica, none)), 0, none);
+    backward_from(loss_of(outputs_of(replica, none), 0, none.size()), 0, none);
   }
   for (std::size_t i = 0; i < buffers.size(); ++i) parameters->assign_buffer_of(id, i, buffers[i]);
   if (split.before_backward) split.before_backward(1);  // of loops of the program's own

@@ -87,8 +87,8 @@ class FullyShardedParameters {
 
   // The number of examples for which the next backward counts on this rank, beside those of forwards through
   // FullySharded; calls since the last backward add up. Where neither was, all ranks count the same; but FullySharded
-  // throws InvalidArgument, and so does a backward of which it was not told after one of which it was. In a Pipeline, whose
-  // steps have many backwards, scale the losses instead. Ignored where gradients are off.
+  // throws InvalidArgument, and so does a backward of which it was not told after one of which it was. In a Pipeline,
+  // whose steps have many backwards, scale the losses instead. Ignored where gradients are off.
   void add_examples(double examples);
 
   // Gives up what is gathered, so that the next forward reads the shards as they are now. FullySharded does so before

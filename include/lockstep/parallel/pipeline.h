@@ -112,10 +112,11 @@ class Pipeline {
   // target [examples, ...] by the last one's; on the others they are only counted. On every rank x must be on the
   // device of its stages: what other ranks send is copied there. Microbatches differ by one example at most; there are
   // fewer of them where there are fewer examples; but where the stages' parameters are sharded, or have experts, all
-  // microbatches are computed, some without examples, and x may have none. The third step is collective over the whole mesh whose axis the ranks
-  // are. Throws InvalidArgument where gradients are off; and where `target`, of int64, has labels of -100, the
-  // ignore_index of LibTorch's losses, unequally in the microbatches: the mean of a microbatch is then not over its
-  // examples. Give a sum and a weight for it, and for every other loss that is not a mean over examples.
+  // microbatches are computed, some without examples, and x may have none. The third step is collective over the whole
+  // mesh whose axis the ranks are. Throws InvalidArgument where gradients are off; and where `target`, of int64, has
+  // labels of -100, the ignore_index of LibTorch's losses, unequally in the microbatches: the mean of a microbatch is
+  // then not over its examples. Give a sum and a weight for it, and for every other loss that is not a mean over
+  // examples.
   double step(const Tensor& x, const Tensor& target, const PipelineLoss& loss);
 
   // The same for the loss that is `sum` over the batch, divided by `weight` of the batch's target: `sum` is of a
