@@ -167,5 +167,41 @@ TEST(EpochEnd, AWorkerThatMakesTwoPartsReadsItsDataOnce) {
   EXPECT_LE(reads, kExamples + 2);  // and what was read ahead
 }
 
+// A frozen layer and running statistics are not on servers.
+TEST(EpochEnd, WhatACallbackLoadsReachesTheWorkersOfServers) {
+  const auto folder = fresh_folder("epoch_end", "callback_loads").string();
+  const auto data = Dataset::from_tensor_slices(inputs(), targets()).batch(kBatch);
+  const auto make = [] {
+    Sequential model({Dense(3), BatchNormalization(), Dense(1)});
+    model.compile({.optimizer = SGD({.learning_rate = kRate}), .loss = "mse"});
+    model.build({3}, at::kDouble);
+    return model;
+  };
+  for (const char* const name : {"/before", "/loaded"}) {
+    const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
+    auto model = make();
+    model.fit(data, {.verbose = 0});
+    model.save_weights(folder + name);
+  }
+  const auto train = [&](const Strategy& strategy, const std::string& result) {
+    const auto scope = strategy.scope();
+    auto model = make();
+    model.load_weights(folder + "/before");
+    model.module<torch::nn::Module>()->named_parameters()["dense.weight"].set_requires_grad(false);
+    const LambdaCallback loads({.on_epoch_end = [&](int epoch, const Logs&) {
+      if (epoch == 0) model.load_weights(folder + "/loaded");
+    }});
+    model.fit(data, {.epochs = 2, .verbose = 0, .callbacks = {loads}});
+    model.save_weights(result);
+  };
+  train(OneDeviceStrategy("cpu:0", 1), folder + "/one_process");
+  expect_no_error(run_job({.workers = 1}, [&](const auto& strategy) { train(strategy, folder + "/servers"); }));
+  const auto expected = read_archive(folder + "/one_process"), found = read_archive(folder + "/servers");
+  for (const auto& [name, stored] : expected.tensors) {
+    const auto difference = data::from_stored(found.tensor(name)) - data::from_stored(stored);
+    EXPECT_LT(difference.abs().max().item<double>(), 1e-12) << name;
+  }
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -268,6 +268,7 @@ class Answer {
       report = parameter_server::Report{.kind = static_cast<parameter_server::Report::Kind>(said.kind()),
                                         .task = {said.task().step(), said.task().part()},
                                         .chief = said.chief(),
+                                        .state = said.state(),
                                         .results = {said.results().begin(), said.results().end()},
                                         .error = said.error(),
                                         .leaves = said.leaves()};
@@ -291,6 +292,7 @@ class Answer {
     if (given.learning_rate) assignment.set_learning_rate(*given.learning_rate);
     assignment.set_chief(given.chief);
     assignment.set_finished(given.finished);
+    assignment.set_state(given.state);
     assignment.set_function(given.function);
     reply_text(std::move(answer), given.arguments);
   }

@@ -106,6 +106,7 @@ class GrpcChiefConnection final : public parameter_server::ChiefConnection {
       said.mutable_task()->set_part(report->task.part);
       said.set_leaves(report->leaves);
       said.set_chief(report->chief);
+      said.set_state(report->state);
       said.mutable_results()->Add(report->results.begin(), report->results.end());
       said.set_error(report->error);
       for (const auto& [number, values] : report->buffers) {
@@ -131,6 +132,7 @@ class GrpcChiefConnection final : public parameter_server::ChiefConnection {
                           .index = given.index(),
                           .chief = given.chief(),
                           .finished = given.finished(),
+                          .state = given.state(),
                           .function = given.function(),
                           .arguments = std::move(arguments)};
     if (given.has_learning_rate()) assignment.learning_rate = given.learning_rate();

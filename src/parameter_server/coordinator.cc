@@ -49,6 +49,7 @@ void Coordinator::begin(std::int64_t call, std::int64_t model, const UpdateMode&
   MutexLock lock(mutex_);
   plan_ = std::move(plan);
   state_ = std::move(state);
+  state_changes_ = 0;
   call_ = call;
   over_ = false;
   training_ = &trainings_.try_emplace(model, mode).first->second;
@@ -221,6 +222,14 @@ std::map<int, std::map<int, std::string>> Coordinator::buffers() {
 void Coordinator::forget_buffers() {
   MutexLock lock(mutex_);
   buffers_.clear();
+}
+
+void Coordinator::change_state(std::string state) {
+  MutexLock lock(mutex_);
+  buffers_.clear();
+  if (over_) return;  // `begin` gets the next fit's
+  state_ = std::move(state);
+  ++state_changes_;
 }
 
 bool Coordinator::is_present(const std::string& process) const {

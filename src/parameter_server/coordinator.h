@@ -77,6 +77,9 @@ class Coordinator final : public ChiefService {
   // What they have reported so far counts no more: the chief has other values.
   void forget_buffers();
 
+  // The same in a fit that runs: workers get this `state` before their next task.
+  void change_state(std::string state);
+
   // Steps that have finished.
   struct Finished {
     std::int64_t end = 0;                             // all steps below this one
@@ -180,6 +183,7 @@ class Coordinator final : public ChiefService {
   bool held_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   std::string failure_ LOCKSTEP_GUARDED_BY(mutex_);
   std::string plan_ LOCKSTEP_GUARDED_BY(mutex_), state_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::int64_t state_changes_ LOCKSTEP_GUARDED_BY(mutex_) = 0;  // in this fit
   std::map<int, std::map<int, std::string>> buffers_ LOCKSTEP_GUARDED_BY(mutex_);
   std::multiset<std::string> present_ LOCKSTEP_GUARDED_BY(mutex_);         // names of processes
   std::set<int> leaving_ LOCKSTEP_GUARDED_BY(mutex_);                      // workers that are about to go

@@ -91,7 +91,8 @@ std::optional<Assignment> Coordinator::assign(int worker) {
                     .index = batch.index + task->step - first,
                     .learning_rate = learning_rate_,
                     .chief = chief_,
-                    .finished = training_->schedule.finished().complete()};
+                    .finished = training_->schedule.finished().complete(),
+                    .state = state_changes_};
 }
 
 void Coordinator::take(int worker, const Report& report) {
@@ -115,7 +116,9 @@ void Coordinator::take(int worker, const Report& report) {
 
 void Coordinator::collect(int worker, const Report& report) {
   const auto step = report.task.step;
-  for (const auto& [number, values] : report.buffers) buffers_[worker][number] = values;
+  if (report.state == state_changes_) {
+    for (const auto& [number, values] : report.buffers) buffers_[worker][number] = values;
+  }
   const auto finished = training_->schedule.finished().count();
   if (!training_->schedule.finish(worker, report.task)) return;
   const auto before = finished_before_.find(worker);

@@ -75,6 +75,7 @@ struct Assignment {
   std::int64_t epoch = 0, index = 0;  // where the task's batch lies in the data
   std::optional<double> learning_rate = {};
   std::int64_t chief = 0, finished = 0;  // Push's
+  std::int64_t state = 0;                // how often what `start` gives has changed in this fit
 
   // Of a step that a program has scheduled (ClusterCoordinator): its name, and an archive (checkpoint/safetensors.h).
   std::string function = {}, arguments = {};
@@ -88,6 +89,7 @@ struct Report {
   enum class Kind { finished, no_batch, failed, incomplete } kind = Kind::finished;
   Task task;
   std::int64_t chief = 0;                   // that gave it out
+  std::int64_t state = 0;                   // the task's
   std::vector<double> results = {};         // to be summed over the parts of a step
   std::map<int, std::string> buffers = {};  // the worker's own values of the model's buffers that changed, by number
   std::string output = {};                  // of a scheduled step: an archive
@@ -106,7 +108,7 @@ class ChiefConnection {
   // another name, and ClusterError where the chief's program has ended without it.
   virtual bool has_begun(std::int64_t call, const std::string& name, Deadline deadline) = 0;
 
-  // Before a worker's first task in the fit that is call number `call`: what the chief's model has beside the servers'
+  // Before a worker's first task in the fit that is call number `call`, and whenever Assignment::state is another: what the chief's model has beside the servers'
   // variables. Throws InvalidArgument, also in the chief's fit, where `plan` differs from the chief's in a line. Where
   // that fit has not begun for some time: nothing, at the deadline or earlier.
   virtual std::optional<std::string> start(std::int64_t call, int worker, const std::string& plan,

@@ -61,7 +61,7 @@ class Worker {
     impl_.gradients->prepare();
     start();
     model_.module().train();
-    ChangedBuffers buffers(*impl_.parameters);
+    std::optional<ChangedBuffers> buffers(*impl_.parameters);
     std::optional<Report> report;
     while (true) {
       const int signal = signals_.received();
@@ -74,10 +74,17 @@ class Worker {
       if (signal != 0) throw Interrupted(signal);
       report.reset();
       if (next.kind == Assignment::Kind::over) return;
-      if (next.kind == Assignment::Kind::task) report = compute(next);
+      if (next.kind == Assignment::Kind::task) {
+        if (std::exchange(state_, next.state) != next.state) {  // a callback has loaded weights
+          start();
+          buffers.emplace(*impl_.parameters);
+        }
+        report = compute(next);
+      }
       if (!report) continue;
+      report->state = state_;
       report->chief = next.chief;
-      report->buffers = buffers.take();
+      report->buffers = buffers->take();
     }
   }
 
@@ -120,6 +127,7 @@ class Worker {
   Batches batches_;
   const std::int64_t call_;
   const SignalGuard& signals_;
+  std::int64_t state_ = 0;  // Assignment's, of which this process has the chief's values
 };
 
 // The chief's fit fails with what the worker throws.

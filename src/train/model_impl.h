@@ -189,6 +189,7 @@ class ModelImpl {
   // The same, where parameter servers have the state, on the chief.
   void save_with_servers(const std::string& path);
   void load_with_servers(const std::string& path);
+  void tell_workers() const;
 
   // The same without the callbacks' state. load_training changes nothing until the function that it returns is called,
   // which cannot fail.

@@ -121,7 +121,13 @@ void ModelImpl::load_weights(Archive archive, const LoadWeightsOptions& options)
   }
   train::load_weights(archive, options, parameters, [this] { fetch(); });
   if (gradients) gradients->sync().store(unwrap(strategy).deadline());
-  if (servers() != nullptr && servers()->is_chief()) servers()->coordinator().forget_buffers();
+  if (servers() != nullptr && servers()->is_chief()) tell_workers();
+}
+
+// The workers have older values of what the model has beside the servers' variables.
+void ModelImpl::tell_workers() const {
+  if (fitting) return servers()->coordinator().change_state(train::print_local_state(*this));
+  servers()->coordinator().forget_buffers();
 }
 
 void Model::save_checkpoint(const std::string& path) const {
@@ -198,7 +204,7 @@ void ModelImpl::load_with_servers(const std::string& path) {
     servers()->restore(client, file, parameter_server::model_of(archive), unwrap(strategy).deadline());
   });
   servers()->coordinator().resume(client.model(), servers()->mode(), parameter_server::steps_of(archive).end);
-  servers()->coordinator().forget_buffers();
+  tell_workers();
   fetch();
 }
 
