@@ -29,10 +29,13 @@ class Lap {
 };
 
 // A replica's weight: the sum of gradients is divided by the sum of weights. For a loss that is a sum it is 1 on
-// replica 0, with or without examples, and 0 on the others.
-double weight_of(const Loss& loss, double divisor, int replica) {
-  if (loss.reduction() != Reduction::sum) return divisor;
-  return replica == 0 ? 1 : 0;
+// replica 0, with or without examples, and 0 on the others. With servers, which do not count a part of a step that has
+// no weight, and may drop spare parts, each part has its share of it.
+double weight_of(const ModelImpl& model, const ReplicaContext& replica, double divisor) {
+  if (model.compiled->loss.reduction() != Reduction::sum) return divisor;
+  if (model.servers() != nullptr)
+    return replica.local_replica_id() == 0 ? 1.0 / static_cast<double>(model.servers()->mode().parts) : 0;
+  return model.number_of(replica) == 0 ? 1 : 0;
 }
 
 std::string batch_named(const Example& part) {
@@ -131,7 +134,7 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
   if (idle && !unwrap(strategy).computes_without_examples()) {
     // No examples: takes part in the others' update. Where each rank has data of its own, each has a replica 0, and a
     // rank without examples has weight 0.
-    const double weight = gradients->own_data() ? 0 : weight_of(compiled->loss, 0, number_of(replica));
+    const double weight = gradients->own_data() ? 0 : weight_of(*this, replica, 0);
     gradients->apply(replica.local_group(), weight, replica.deadline());
     return {};
   }
@@ -179,7 +182,7 @@ train::ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const 
   lap.add_to(spent.forward);
   require_gradient(loss.sum);
   // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.
-  const double weight = weight_of(compiled->loss, loss.divisor, number_of(replica));
+  const double weight = weight_of(*this, replica, loss.divisor);
   const auto& split = parameters->split();
   const bool is_summed = split && split->summed_over && split->summed_over->size() > 1;
   const bool divided =
@@ -214,7 +217,7 @@ train::ComputedStep ModelImpl::compute_in_stages(ReplicaContext& replica, const 
   stages->forward_backward(part.x, loss_of);
   stages->workers().sum(sums);
   lap.add_to(spent.backward);
-  return {{}, at::scalar_tensor(sums[0], at::kDouble), sums[1], weight_of(compiled->loss, sums[1], number_of(replica))};
+  return {{}, at::scalar_tensor(sums[0], at::kDouble), sums[1], weight_of(*this, replica, sums[1])};
 }
 
 // Where all compute in every step: takes part, with examples of zeros whose gradients have weight 0.
@@ -244,7 +247,7 @@ train::ComputedStep ModelImpl::compute_no_gradients(ReplicaContext& replica, con
   if (split.before_backward) split.before_backward(1);  // of loops of the program's own
   const bool others_need_them = split.sums_in_backward() || mesh()->has_experts();
   if (!others_need_them) gradients->drop_gradients(id);
-  return {{}, {}, 0, weight_of(compiled->loss, 0, number_of(replica))};
+  return {{}, {}, 0, weight_of(*this, replica, 0)};
 }
 
 train::ComputedStep ModelImpl::enqueue_step(ReplicaContext& replica, const Example& batch) {
