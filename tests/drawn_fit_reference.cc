@@ -39,7 +39,7 @@ void PlainFits::fit(const DrawnFit& fit, int number) {
   if (fit.backs_up) expected_.files[text("backup_", from, "_", number, "/backup")] = weights();
   Snapshot end{weights(), {}};
   evaluate_into(end.results);
-  expected_.snapshots[{phase_, number, -1}] = end;
+  expected_.snapshots[{phase_, number, kAfterFit}] = end;
 }
 
 // False where the data end before the epoch does.
@@ -47,6 +47,9 @@ bool PlainFits::train_epoch(const DrawnFit& fit, Epoch& sums, bool& stopping) {
   const auto steps = program_.data.steps_per_epoch;
   if (steps == 0 || !batches_) batches_.emplace(indices_.iterate({data_epochs_, 0}));
   std::int64_t batch = 0;
+  // Several workers agree on it in the small reduction of their next step.
+  bool asked = false;
+  const bool is_agreed = on_.workers_ > 1;
   while (!stopping) {
     const auto most = steps > 0 ? std::min(program_.steps_per_execution, steps - batch) : program_.steps_per_execution;
     const auto before = batch;
@@ -57,9 +60,11 @@ bool PlainFits::train_epoch(const DrawnFit& fit, Epoch& sums, bool& stopping) {
       ++batch;
     }
     if (batch == before) break;
+    if (asked) stopping = true;
     if (fit.sets_rate_at >= 0 && batch > fit.sets_rate_at) override_ = 0.003;
-    if (fit.stop_batch >= 0 && batch > fit.stop_batch) stopping = true;
+    if (fit.stop_batch >= 0 && batch > fit.stop_batch) (is_agreed ? asked : stopping) = true;
   }
+  stopping = stopping || asked;
   if (steps == 0) ++data_epochs_;
   return batch >= steps || stopping;
 }

@@ -8,6 +8,7 @@
 
 #include "data/stored_tensor.h"
 #include "tests/drawn_fit.h"
+#include "train/layers/stack.h"
 
 namespace lockstep {
 
@@ -16,7 +17,9 @@ struct Snapshot {
   Values results;  // of the epoch, and of evaluate and predict
 };
 
-// [phase, fit, epoch; -1: after the fit], and what lies in the files then.
+constexpr int kAfterFit = 1000;  // as an epoch
+
+// [phase, fit, epoch], and what lies in the files then.
 struct Expected {
   std::map<std::array<int, 3>, Snapshot> snapshots;
   std::map<std::string, Values> files;
@@ -44,6 +47,7 @@ class NothingToTrain : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// One thread.
 class PlainFits {
  public:
   // `rounded`: computes as the program's precision says; else in double precision.
@@ -196,8 +200,9 @@ class PlainFits {
     }
     auto divisor = static_cast<double>(values.numel());
     if (program_.loss.reduction == Reduction::sum) divisor = 1;
-    if (program_.loss.reduction == Reduction::mean_with_sample_weight && weights.defined())
-      divisor = weights.sum().item<double>();
+    if (program_.loss.reduction == Reduction::mean_with_sample_weight && weights.defined()) {  // as they are given
+      divisor = (by_class && !data_.class_weight.empty() ? weights : weight).sum().item<double>();
+    }
     return {(weights.defined() ? values * weights.detach() : values).sum(), divisor};
   }
 
@@ -244,10 +249,11 @@ class PlainFits {
       if ((part + 1) % replicas == 0) take_gradients(gradients);
     }
     if (program_.loss.reduction == Reduction::sum) all.divisor = 1;
-    for (auto& gradient : gradients) {
-      if (gradient.defined()) gradient = all.divisor == 0 ? at::zeros_like(gradient) : gradient / all.divisor;
-    }
     epoch.add(all, count);
+    if (all.divisor == 0) return;  // no example counts: no step is made
+    for (auto& gradient : gradients) {
+      if (gradient.defined()) gradient /= all.divisor;
+    }
     update(gradients);
   }
 
