@@ -172,7 +172,7 @@ int main() {
       longest = std::max(longest, seconds(last));
       last = Clock::now();
       const bool starts_again = number("LOCKSTEP_RESTART", 0) > 0;
-      if (ended == 0 && starts_again)
+      if (ended == 0 && (joins || starts_again))
         std::cout << (joins ? "joined at step " : "starts again at step ") << model.iterations() << std::endl;
       const bool is_there = ended++ == at && is_victim;
       if (is_there && place == "batch end") raise(SIGKILL);
