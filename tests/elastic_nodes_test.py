@@ -1,6 +1,7 @@
 """Trainings whose processes meet in etcd, or whose launchers are started host by host, over network namespaces: elastic_nodes_test.py PROGRAM LOCKSTEP SOURCE_DIR [what unittest takes]."""
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -45,9 +46,9 @@ class OverNodes(Trainings):
             self.addCleanup(self.etcd[host].kill)
         return "etcd://" + ",".join(f"{self.hosts.address(host)}:2379" for host in hosts) + "/job"
 
-    def start_node(self, host, store, nodes, token=None, awaited=" node", **variables):
+    def start_node(self, host, store, nodes, token=None, awaited=" node", options=(), **variables):
         environment = {**os.environ, "LOCKSTEP_TOKEN_FILE": str(token or self.token), **{name: str(value) for name, value in {**self.variables, **variables}.items()}}
-        command = self.hosts.command(host, LOCKSTEP, "run", "--nnodes", nodes, "--last-call", "1", "--store", store, "--log-dir", str(self.logs), PROGRAM)
+        command = self.hosts.command(host, LOCKSTEP, "run", "--nnodes", nodes, "--last-call", "1", "--store", store, "--log-dir", str(self.logs), *options, PROGRAM)
         log = self.folder / f"node-{host}.log"
         with log.open("w") as out:
             node = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=self.folder)
@@ -154,6 +155,33 @@ class MoreNodes(OverNodes):
                 self.wait_for(1, "step 10")
                 self.lose(lost, at_once)
                 self.expect_trained([rank for rank in range(3) if rank != lost], 15)
+
+    def kill_workers(self, ranks):
+        for rank in ranks:
+            self.kill(int(re.search(r"worker at (\d+)", self.log(rank))[1]))
+
+    def test_all_workers_of_nodes_are_lost(self):
+        """Nobody starts the whole job again, so each launcher ends, and says why."""
+        self.make_hosts(2)
+        for host in (0, 1):
+            self.start_node(host, f"{self.hosts.address(0)}:{PORT}", "2", options=("--restarts", "3"))
+        self.wait_for(1, "step 10")
+        self.kill_workers((0, 1))
+        for host in (0, 1):
+            output = self.expect_node_ends(host, 1)
+            self.assertIn("no worker is left that could take in others: start the job again on all nodes", output)
+            self.assertNotIn("restart 2 of 3", output)
+
+    def test_all_workers_of_a_job_in_etcd_are_lost(self):
+        """The job starts again, with entries of its own."""
+        self.make_hosts(2, FOLDER=self.folder)
+        store = self.start_etcd([0])
+        self.start_on_hosts(("--min-n", "1", "--store", store, "--restarts", "1"))
+        self.wait_for(1, "step 10")
+        self.kill_workers((0, 1))
+        self.wait_for(1, "starts again at step")
+        self.expect_trained([0, 1], 30)
+        self.assertIn("from its last backup if it has one: restart 1 of 1", self.expect_end(0))
 
     def test_a_node_leaves_on_notice(self):
         self.make_hosts(2)
