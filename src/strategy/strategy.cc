@@ -1,11 +1,14 @@
 #include "lockstep/strategy/strategy.h"
 
+#include <ATen/WrapDimUtils.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <unordered_map>
+#include <exception>
+#include <functional>
+#include <optional>
 
 #include "base/hash.h"
 #include "base/text.h"
@@ -79,15 +82,67 @@ void check_equal_shapes(const PerReplica<Tensor>& values) {
   }
 }
 
-// Naming a purpose makes a text and takes a lock: once for each shape.
-Purpose reduction_of(at::IntArrayRef sizes) {
-  constexpr std::size_t kMostKept = 256;
-  thread_local std::unordered_map<std::uint64_t, Purpose> named;
-  std::uint64_t shape = 0;
-  for (const auto size : sizes) shape = mix(shape, size);
-  if (const auto found = named.find(shape); found != named.end()) return found->second;
-  if (named.size() == kMostKept) named.clear();
-  return named.emplace(shape, Purpose(text("Strategy::reduce of ", sizes))).first->second;
+const Purpose kComparing("comparing the workers' values of reduce or gather"), kReducing("Strategy::reduce"),
+    kReducingNumbers("Strategy::reduce of numbers");
+
+// A worker's value as all workers compare it: in one message, which needs no text.
+struct Brought {
+  static constexpr std::int64_t kFailed = -1, kMostSizes = 12;
+
+  std::int64_t op = 0, dtype = 0, dims = kFailed, sizes[kMostSizes] = {};
+
+  // `free_dim`: along which sizes may differ.
+  static Brought of(std::int64_t op, const Tensor& value, std::optional<std::int64_t> free_dim) {
+    Brought brought{op, static_cast<std::int64_t>(value.scalar_type()), value.dim()};
+    for (std::int64_t i = 0; i < value.dim(); ++i) {
+      auto& size = brought.sizes[std::min(i, kMostSizes - 1)];
+      size = i < kMostSizes ? value.size(i) : static_cast<std::int64_t>(mix(size, value.size(i)));
+      if (free_dim == i) size = -1;
+    }
+    return brought;
+  }
+
+  bool operator==(const Brought&) const = default;
+
+  std::string words() const {
+    std::vector<std::string> shown;
+    for (std::int64_t i = 0; i < std::min(dims, kMostSizes); ++i)
+      shown.push_back(sizes[i] < 0 ? "any" : std::to_string(sizes[i]));
+    return text(static_cast<at::ScalarType>(dtype), " [", join(shown), "]");
+  }
+};
+
+// What `make` returns, on all workers. Where their values do not fit each other, or one failed to make its own, all
+// throw, so that none waits for another.
+Tensor value_of_each(const Communicator& workers, const char* caller, std::int64_t op,
+                     std::optional<std::int64_t> free_dim, const std::function<Tensor()>& make) {
+  if (workers.size() == 1) return make();
+  Tensor here;
+  Brought mine;
+  std::exception_ptr failed;
+  try {
+    here = make();
+    mine = Brought::of(op, here, free_dim ? std::optional(at::maybe_wrap_dim(*free_dim, here.dim())) : std::nullopt);
+  } catch (...) {
+    failed = std::current_exception();
+  }
+  std::vector<Brought> all(static_cast<std::size_t>(workers.size()));
+  auto call =
+      Call::all_gather({&mine, sizeof mine, DType::uint8}, {all.data(), all.size() * sizeof mine, DType::uint8});
+  call.purpose = kComparing;
+  workers.group().run(call, workers.deadline());
+  if (failed) std::rethrow_exception(failed);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (all[i].dims == Brought::kFailed)
+      throw InvalidArgument(text(caller, ": the values of worker ", i, "'s replicas do not fit each other"));
+    if (all[i] == all[0]) continue;
+    if (all[i].op != all[0].op) throw InvalidArgument(text(caller, ": worker ", i, " reduces in another way than 0"));
+    throw InvalidArgument(
+        text(caller, ": worker 0's value is ", all[0].words(), ", worker ", i, "'s ", all[i].words(),
+             "; all must have one shape and dtype",
+             free_dim ? text(", but for dimension ", *free_dim) : ". Strategy::gather takes uneven ones"));
+  }
+  return here;
 }
 
 }  // namespace
@@ -110,17 +165,19 @@ std::vector<std::vector<Tensor>> Strategy::run_program(const internal::StepToRun
 void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
 
 Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
-  check_equal_shapes(values);
-  std::vector<Tensor> together;
-  for (const auto& value : values) together.push_back(value.to(values[0].device()));
-  const auto here = fold(
-      op, PerReplica<Tensor>(std::move(together)), [](const Tensor& a, const Tensor& b) { return at::minimum(a, b); },
-      [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); });
   const auto& workers = impl_->data_workers();
+  const auto here = value_of_each(workers, "Strategy::reduce", static_cast<std::int64_t>(op), {}, [&] {
+    check_equal_shapes(values);
+    std::vector<Tensor> together;
+    for (const auto& value : values) together.push_back(value.to(values[0].device()));
+    return fold(
+        op, PerReplica<Tensor>(std::move(together)), [](const Tensor& a, const Tensor& b) { return at::minimum(a, b); },
+        [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); });
+  });
   if (workers.size() == 1) return here;
   const auto result = here.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true).contiguous();
   auto call = Call::all_reduce(buffer_of(result), op);
-  call.purpose = reduction_of(here.sizes());
+  call.purpose = kReducing;
   workers.group().run(call, workers.deadline());
   return result.to(here.device());
 }
@@ -129,15 +186,20 @@ double Strategy::reduce(ReduceOp op, const PerReplica<double>& values) const {
   double result = fold(
       op, values, [](double a, double b) { return std::min(a, b); }, [](double a, double b) { return std::max(a, b); });
   const auto& workers = impl_->data_workers();
-  if (workers.size() > 1) workers.group().all_reduce(buffer_of(std::span(&result, 1)), op, workers.deadline());
+  if (workers.size() == 1) return result;
+  auto call = Call::all_reduce(buffer_of(std::span(&result, 1)), op);
+  call.purpose = kReducingNumbers;
+  workers.group().run(call, workers.deadline());
   return result;
 }
 
 Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) const {
-  std::vector<Tensor> parts;
-  for (const auto& value : values) parts.push_back(value.to(values[0].device()));
-  const auto here = at::cat(parts, axis);
   const auto& workers = impl_->data_workers();
+  const auto here = value_of_each(workers, "Strategy::gather", 0, axis, [&] {
+    std::vector<Tensor> parts;
+    for (const auto& value : values) parts.push_back(value.to(values[0].device()));
+    return at::cat(parts, axis);
+  });
   return workers.size() == 1 ? here : all_gather(workers.group(), here, workers.deadline(), axis);
 }
 

@@ -111,11 +111,13 @@ class Strategy {
   template <class Function, class... Args>
   auto run(Function&& function, Args&&... args) const;
 
-  // One value from all replicas', in replica order: sum, mean, min, max or product.
+  // One value from all replicas', in replica order: sum, mean, min, max or product. Throws InvalidArgument, on all
+  // workers, where shapes or dtypes differ.
   Tensor reduce(ReduceOp op, const PerReplica<Tensor>& values) const;
   double reduce(ReduceOp op, const PerReplica<double>& values) const;
 
-  // The replicas' tensors one after the other along `axis`.
+  // The replicas' tensors one after the other along `axis`. Throws InvalidArgument, on all workers, where other sizes
+  // or dtypes differ.
   Tensor gather(const PerReplica<Tensor>& values, std::int64_t axis = 0) const;
 
   // Splits each batch of `dataset` among the replicas, in order; sizes differ by one at most, and may be 0. Where
