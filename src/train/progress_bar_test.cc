@@ -17,6 +17,17 @@ TEST(ProgressBar, ALineFitsTheTerminal) {
   EXPECT_EQ(fit_line("469/938", kBar, kTimes, kValues, 79), ("469/938" + kValues).substr(0, 76) + "...");
 }
 
+TEST(ProgressBar, AnEpochsLastLineLosesNoValue) {
+  Logs logs;
+  for (const char* name : {"accuracy", "loss", "precision", "val_accuracy", "val_loss", "val_precision"})
+    logs.set(name, 0.5);
+  const std::string first = " - accuracy: 0.5000 - loss: 0.5000 - precision: 0.5000",
+                    second = " - val_accuracy: 0.5000 - val_loss: 0.5000 - val_precision: 0.5000";
+  EXPECT_EQ(fit_lines("938/938", kBar, kTimes, logs, 200), "938/938 " + kBar + kTimes + first + second);
+  EXPECT_EQ(fit_lines("938/938", kBar, kTimes, logs, 79), "938/938" + kTimes + first + "\n   " + second);
+  EXPECT_EQ(fit_lines("1", "", "", logs, 2).find("..."), std::string::npos);  // no terminal is so narrow
+}
+
 TEST(ProgressBar, ACutIsBetweenCharacters) {
   EXPECT_EQ(fit_line("1", "", "", " - größe: 0.1", 10), "1 - grö...");
   EXPECT_EQ(fit_line("1", "", "", " - größe: 0.1", 14), "1 - größe: 0.1");

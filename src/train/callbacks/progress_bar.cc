@@ -29,9 +29,11 @@ std::string number(double value) {
   return text(small ? std::scientific : std::fixed, std::setprecision(4), value);
 }
 
+std::string words_of(const std::string& name, double value) { return text(" - ", name, ": ", number(value)); }
+
 std::string values_of(const Logs& logs) {
   std::string line;
-  for (const auto& [name, value] : logs) line += text(" - ", name, ": ", number(value));
+  for (const auto& [name, value] : logs) line += words_of(name, value);
   return line;
 }
 
@@ -105,6 +107,22 @@ std::string fit_line(const std::string& counter, const std::string& bar, const s
   return cut(counter + values, columns);
 }
 
+std::string fit_lines(const std::string& counter, const std::string& bar, const std::string& times, const Logs& logs,
+                      int columns) {
+  const auto with_bar = counter + " " + bar + times;
+  if (width_of(with_bar + values_of(logs)) <= columns) return with_bar + values_of(logs);
+  std::string lines, line = counter + times;
+  for (const auto& [name, value] : logs) {
+    const auto more = words_of(name, value);
+    if (width_of(line + more) > columns) {
+      lines += line + "\n";
+      line = "   ";
+    }
+    line += more;
+  }
+  return lines + line;
+}
+
 void print_line(const std::string& beginning, const Logs& logs) {
   std::cout << beginning << values_of(logs) << '\n' << std::flush;
 }
@@ -143,9 +161,12 @@ void ProgressBar::on_epoch_end(int, const Logs& logs) {
       seconds() / static_cast<double>(std::max<std::int64_t>(1, done_ - std::max<std::int64_t>(0, first_batch_)));
   if (plan().verbose == 1) {
     const auto times = text(" ", duration(seconds()), " ", per_step(step));
-    const auto with_bar = text(counter(), " ", bar(1, 1), times);
-    const bool fits = !redraws_ || width_of(with_bar + values_of(logs)) <= columns_of_terminal();
-    print_line((redraws_ ? kClearLine : "") + (fits ? with_bar : counter() + times), logs);
+    if (redraws_) {
+      std::cout << kClearLine << fit_lines(counter(), bar(1, 1), times, logs, columns_of_terminal()) << '\n'
+                << std::flush;
+    } else {
+      print_line(text(counter(), " ", bar(1, 1), times), logs);
+    }
   } else {
     print_line(text(counter(), " - ", duration(seconds()), " - ", per_step(step)), logs);
   }

@@ -37,6 +37,11 @@ bool is_terminal();
 std::string fit_line(const std::string& counter, const std::string& bar, const std::string& times,
                      const std::string& values, int columns);
 
+// The same for an epoch's last line, which stays: without the bar where it is too long, and then cut between values
+// into lines, so that none is lost.
+std::string fit_lines(const std::string& counter, const std::string& bar, const std::string& times, const Logs& logs,
+                      int columns);
+
 // "469/469 - 3s - 6ms/step" and the like, followed by the values, on stdout.
 void print_line(const std::string& beginning, const Logs& logs);
 
