@@ -149,6 +149,11 @@ TEST(SharedLayers, ANestedModelKeepsItsWeightsAndIsUsedThroughTheOther) {
            [&] { loaded.predict(data); }, [&] { loaded.compile({.loss = "mse"}); }, [&] { loaded.load_weights(path); },
            [&] { loaded.save_weights(path); }, [&] { loaded.module(); }, [&] { loaded.build({3}); }})
     expect_says(message_of<InvalidArgument>(act), "a part of the model in which it was nested");
+  for (const auto& act : std::vector<std::function<void()>>{
+           [&] { base.evaluate(data); }, [&] { base.fit(data, {.verbose = 0}); }, [&] { base.predict(data); },
+           [&] { base.summary(); }, [&] { base.save_weights(path); }, [&] { base.save_checkpoint(path + "_of_all"); },
+           [&] { base.load_checkpoint(path + "_of_all"); }})
+    expect_says(message_of<InvalidArgument>(act), "a part of the model in which it was nested");
   fresh.build({3});
   Sequential other({fresh.layers()[0]});
   expect_says(message_of<InvalidArgument>([&] { other.build({3}); }), "part of another model");

@@ -2,6 +2,8 @@
 #include <ATen/ATen.h>
 #include <torch/nn/modules/linear.h>
 
+#include <cmath>
+#include <map>
 #include <numeric>
 
 #include "base/expect_says_testing.h"
@@ -225,6 +227,37 @@ TEST(Frozen, WorkersMustFreezeTheSame) {
     model.fit(data, {.verbose = 0});
   });
   for (const auto& error : errors) expect_says(error, "frozen parameter dense.weight");
+}
+
+// --- weights of classes
+
+// One-hot labels of positions, and one label of two classes a position.
+TEST(ClassWeights, OfOneHotAndBinaryPositionsAreSampleWeights) {
+  const auto x = at::arange(60).remainder(10).view({12, 5}), y = at::arange(60).remainder(3).view({12, 5});
+  const std::map<std::int64_t, double> weights{{1, 10}, {2, 100}};
+  const auto by_label = at::tensor({1.F, 10.F, 100.F}).index_select(0, y.flatten()).view({12, 5});
+  const auto binary = y.eq(1).to(at::kFloat).unsqueeze(-1);
+  const auto by_binary = at::where(y.eq(1), 10.F, 1.F);
+  for (const int replicas : {1, 2}) {
+    const MirroredStrategy strategy(replicas);
+    const auto scope = strategy.scope();
+    const auto expect_weighs = [&](const Tensor& labels, const Loss& loss, const Tensor& weight) {
+      Sequential model({Embedding(10, 4), Dense(labels.size(-1))});
+      model.compile({.optimizer = SGD({.learning_rate = 0}), .loss = loss});
+      const auto fit = [&](const Tensor& sample, FitOptions options) {
+        options.verbose = 0;
+        return model.fit(Dataset::from_tensor_slices(x, labels, sample).batch(5), options)["loss"][0];
+      };
+      const auto of_examples = at::linspace(1, 2, 12);
+      const double expected = fit(weight, {}), with_examples = fit(weight * of_examples.unsqueeze(-1), {});
+      EXPECT_NEAR(fit({}, {.class_weight = weights}), expected, 1e-5 * expected);
+      EXPECT_NEAR(fit(of_examples, {.class_weight = weights}), with_examples, 1e-5 * with_examples);
+      EXPECT_GT(std::abs(expected - fit({}, {})), 0.1 * expected);
+    };
+    expect_weighs(at::one_hot(y, 3).to(at::kFloat), CategoricalCrossentropy({.from_logits = true}), by_label);
+    expect_weighs(binary, BinaryCrossentropy({.from_logits = true}), by_binary);
+    expect_weighs(binary, MeanSquaredError(), by_binary);
+  }
 }
 
 // --- data that differ between workers

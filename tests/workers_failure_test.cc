@@ -1,5 +1,6 @@
 // What goes wrong on one worker, or differs between them, is said on all.
 #include "base/expect_says_testing.h"
+#include "base/text.h"
 #include "strategy/unwrap.h"
 #include "tests/workers.h"
 
@@ -22,6 +23,51 @@ TEST(WorkersDiffer, InTheirModels) {
   expect_all_say(
       errors,
       "the workers' models differ: worker 0 has dense.weight Float [3, 6], worker 2 has dense.weight Float [4, 6]");
+}
+
+// On every backend, and on workers that have what the most have. None waits for another.
+TEST(WorkersDiffer, InTheShapesThatTheyReduceOrGather) {
+  const auto reduce = [](const std::string& backend, auto value) {
+    return run_workers({.workers = 3, .replicas = 2, .communication = {.backend = backend}}, [&](const auto& strategy) {
+      value(strategy, [](at::IntArrayRef a, at::IntArrayRef b) {
+        return PerReplica<Tensor>({at::ones(a, at::kDouble), at::ones(b, at::kDouble)});
+      });
+    });
+  };
+  for (const char* backend : {"shm", "tcp"}) {
+    SCOPED_TRACE(backend);
+    const std::vector<std::vector<std::int64_t>> others{{3, 2}, {6}, {1, 3}};
+    for (const auto& other : others) {
+      expect_all_say(
+          reduce(backend,
+                 [&](const auto& strategy, const auto& parts) {
+                   const auto mine = strategy.worker_rank() == 2 ? other : std::vector<std::int64_t>{2, 3};
+                   strategy.reduce(ReduceOp::sum, parts(mine, mine));
+                 }),
+          text("Strategy::reduce: worker 0's value is Double [2, 3], worker 2's Double [", join(other), "]"));
+    }
+    const auto one_fails = reduce(backend, [](const auto& strategy, const auto& parts) {
+      strategy.reduce(ReduceOp::sum, strategy.worker_rank() == 1 ? parts({2}, {1}) : parts({2}, {2}));
+    });
+    expect_says(one_fails[0], "the values of worker 1's replicas do not fit each other");
+    expect_says(one_fails[1], "replica 0's value is Double [2], replica 1's Double [1]");
+    expect_says(one_fails[2], "the values of worker 1's replicas do not fit each other");
+    expect_all_say(reduce(backend,
+                          [](const auto& strategy, const auto& parts) {
+                            if (strategy.worker_rank() == 1) {
+                              strategy.gather(parts({2, 2, 3}, {2, 2, 3}));
+                            } else {
+                              strategy.gather(parts({2, 6}, {2, 6}));
+                            }
+                          }),
+                   "Strategy::gather: worker 0's value is Double [any, 6], worker 1's Double [any, 2, 3]");
+    expect_no_errors(reduce(backend, [](const auto& strategy, const auto& parts) {
+      EXPECT_EQ(strategy.reduce(ReduceOp::sum, parts({2, 3}, {2, 3})).sum().template item<double>(), 36);
+      const auto rows = strategy.worker_rank() + 1;
+      EXPECT_EQ(strategy.gather(parts({rows, 2}, {1, 2})).size(0), 9);
+      EXPECT_EQ(strategy.gather(parts({2, rows}, {2, 1}), -1).size(1), 9);
+    }));
+  }
 }
 
 TEST(WorkersDiffer, InTheirDataAndBatchSizes) {
