@@ -87,7 +87,8 @@ TEST(WorkersDiffer, InTheirDataAndBatchSizes) {
                  "first batch's contents (hash; set_random_seed makes shuffles equal)");
 }
 
-// Three sums, so that evaluating adds up as many numbers as the workers' agreement on whether to go on.
+// Without metrics, evaluating adds up as many numbers as the workers' agreement on whether to go on; with three more it
+// does not.
 struct ExamplesSeen final : MetricFunction {
   std::string name() const override { return "seen"; }
   std::size_t state_size() const override { return 3; }
@@ -117,7 +118,7 @@ TEST(WorkersDiffer, InWhatACallbackOfTheChiefAloneDoes) {
     });
     EXPECT_NE(errors[0], "") << "the chief went on";
     expect_says(errors[1],
-                metrics.empty() ? "calls differ" : "the workers do not make the same calls; does a callback that only");
+                metrics.empty() ? "the workers do not make the same calls; does a callback that only" : "calls differ");
   }
 }
 

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
+#include <span>
 #include <sstream>
 #include <tuple>
 
@@ -56,31 +58,31 @@ class EvaluationMode {
   std::vector<std::vector<Tensor>> own_buffers_;  // [replica][buffer]
 };
 
-// What all workers must have in common where they read the same data. Collective over them: throws InvalidArgument on
-// all, naming one and what differs.
+// What all workers must have in common where they read the same data.
 class SameBatches {
  public:
   SameBatches(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps)
       : impl_(impl),
         caller_(caller),
         options_(text("steps ", steps, "\nauto_shard_policy ", static_cast<int>(data.options().auto_shard_policy),
-                      "\nbatches in the data set ", data.cardinality(), "\n")) {}
+                      "\nbatches in the data set ", data.cardinality(), "\n")),
+        hash_of_options_(hash_of(options_)) {}
 
-  // After a batch, which is hashed before the next one is read. One sum of small whole numbers, which is exact: all are
-  // equal where the mean of their squares is the square of their mean.
-  void check(std::int64_t batch, std::uint64_t hash, bool is_last) const {
+  // Of a batch, which is hashed before the next one is read: two small whole numbers and the sum of their squares,
+  // whose sums over the workers are exact.
+  using Numbers = std::array<double, 3>;
+  Numbers numbers_of(std::uint64_t hash, bool is_last) const {
     constexpr std::uint64_t kBits = (1U << 20) - 1;
-    const auto all = mix(hash, is_last ? 1 : 0, hash_of(options_));
-    std::array<double, 4> sums{};
-    for (std::size_t half = 0; half < 2; ++half) {
-      const auto number = static_cast<double>(all >> (20 * half) & kBits);
-      sums[2 * half] = number;
-      sums[2 * half + 1] = number * number;
-    }
+    const auto all = mix(hash, is_last ? 1 : 0, hash_of_options_);
+    const auto low = static_cast<double>(all & kBits), high = static_cast<double>(all >> 20 & kBits);
+    return {low, high, low * low + high * high};
+  }
+
+  // With the sums of numbers_of: all are equal where the mean of their squares is the square of their mean. Where they
+  // differ it is collective, and throws InvalidArgument on all workers, naming one and what differs.
+  void check(std::span<const double> sums, std::int64_t batch, std::uint64_t hash, bool is_last) const {
     const auto& workers = impl_.workers();
-    workers.sum(sums);
-    const auto equal = [&](double sum, double squares) { return sum * sum == squares * workers.size(); };
-    if (equal(sums[0], sums[1]) && equal(sums[2], sums[3])) return;
+    if (sums[0] * sums[0] + sums[1] * sums[1] == sums[2] * workers.size()) return;
     workers.check_all_agree("data", text(options_, caller_, ": a batch with the hash ", hash, " as batch ", batch,
                                          is_last ? ", the last one" : ", and more after it"));
   }
@@ -93,12 +95,14 @@ class SameBatches {
   const ModelImpl& impl_;
   const char* const caller_;
   const std::string options_;
+  const std::uint64_t hash_of_options_;
 };
 
-// Calls visit(batch) for each global batch, at most `steps` of them if that is above 0; returns how many.
-template <class Visit>
+// Calls visit(batch) for each global batch, at most `steps` of them if that is above 0; returns how many. After each it
+// calls finish(numbers), which returns their sums over the workers: so what compares batches may go with other sums.
+template <class Visit, class Finish>
 std::int64_t for_each_batch(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps,
-                            const Visit& visit) {
+                            const Visit& visit, const Finish& finish) {
   const auto& strategy = unwrap(impl.strategy);
   if (strategy.is_newcomer() && strategy.parallelism() != nullptr) {
     throw ClusterError(
@@ -120,7 +124,12 @@ std::int64_t for_each_batch(const ModelImpl& impl, const char* caller, const Dat
       visit(*batch);
       ++done;
       batch = steps == 0 || done < steps ? iterator.next_parts() : std::nullopt;
-      if (compares) same.check(done, hash, !batch);
+      if (compares) {
+        const auto numbers = same.numbers_of(hash, !batch);
+        same.check(finish(std::span<const double>(numbers)), done, hash, !batch);
+      } else {
+        finish(std::span<const double>());
+      }
     }
   });
   if (done == 0) throw InvalidArgument("the data set is empty");
@@ -171,12 +180,13 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
   const EvaluationMode evaluating(impl);
   const at::NoGradGuard no_grad;
   train::Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.workers());
-  const auto batches = for_each_batch(impl, "evaluate", data, steps, [&](PerReplica<internal::Part>& batch) {
+  std::optional<PerReplica<train::StepResult>> results;
+  const auto visit = [&](PerReplica<internal::Part>& batch) {
     if (impl.programs) {
-      tracker.add_batch(impl.programs->evaluate(batch, tracker));
+      results.emplace(impl.programs->evaluate(batch, tracker));
       return;
     }
-    const auto results = impl.strategy.run(
+    results.emplace(impl.strategy.run(
         [&](ReplicaContext& replica, const internal::Part& unread) -> train::StepResult {
           const auto part = impl.own_positions(unread.read());
           const auto in_context = impl.use_context();
@@ -189,9 +199,14 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
           tracker.update(replica.local_replica_id(), part, outputs);
           return {loss.sum.item<double>(), loss.divisor, impl.counts_examples() ? part.size() : 0};
         },
-        batch);
-    tracker.add_batch(results);
-  });
+        batch));
+  };
+  const auto finish = [&](std::span<const double> numbers) {
+    const auto sums = tracker.sum_batch(&*results, numbers);
+    tracker.count_batch(sums);
+    return std::vector<double>(sums.end() - static_cast<std::ptrdiff_t>(numbers.size()), sums.end());
+  };
+  const auto batches = for_each_batch(impl, "evaluate", data, steps, visit, finish);
   return {batches, tracker.logs()};
 }
 
@@ -202,7 +217,7 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
   const at::NoGradGuard no_grad;
   std::vector<Tensor> outputs;
   const auto in_order = data.with_options({.auto_shard_policy = AutoShardPolicy::data});
-  for_each_batch(impl, "predict", in_order, steps, [&](PerReplica<internal::Part>& batch) {
+  const auto visit = [&](PerReplica<internal::Part>& batch) {
     if (impl.programs) {
       outputs.push_back(rows_of_all(impl.workers(), outputs_of(impl.programs->predict(batch))));
       return;
@@ -217,7 +232,13 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
         },
         batch);
     outputs.push_back(rows_of_all(impl.workers(), outputs_of({parts.begin(), parts.end()})));
-  });
+  };
+  const auto sum = [&](std::span<const double> numbers) {
+    std::vector<double> sums(numbers.begin(), numbers.end());
+    if (!sums.empty()) impl.workers().sum(sums);
+    return sums;
+  };
+  for_each_batch(impl, "predict", in_order, steps, visit, sum);
   return outputs;
 }
 
