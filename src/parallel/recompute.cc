@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <unordered_set>
 #include <utility>
 
@@ -53,10 +54,39 @@ class ForwardState {
 
 thread_local bool recomputing = false;
 
+// Which of a module's parts train: train() and eval() may be called between a forward and its backward.
+std::vector<bool> modes_of(const torch::nn::Module& module) {
+  std::vector<bool> modes;
+  for (const auto& part : module.modules()) modes.push_back(part->is_training());
+  return modes;
+}
+
+// train() also sets what is in a module, which comes after it.
+void set_modes(torch::nn::Module& module, const std::vector<bool>& modes) {
+  if (modes == modes_of(module)) return;
+  const auto parts = module.modules();
+  for (std::size_t i = 0; i < std::min(parts.size(), modes.size()); ++i) parts[i]->train(modes[i]);
+}
+
+class WithModes {
+ public:
+  WithModes(torch::nn::Module& module, const std::vector<bool>& modes) : module_(module), before_(modes_of(module)) {
+    set_modes(module_, modes);
+  }
+  ~WithModes() { set_modes(module_, before_); }
+  WithModes(const WithModes&) = delete;
+  WithModes& operator=(const WithModes&) = delete;
+
+ private:
+  torch::nn::Module& module_;
+  const std::vector<bool> before_;
+};
+
 struct Forward : torch::CustomClassHolder {
   std::shared_ptr<torch::nn::Module> module;
   internal::ForwardOfModule function;
   std::optional<ForwardState> state;
+  std::vector<bool> modes;
 
   Tensor operator()(const Tensor& x) const {
     struct Recomputing {
@@ -105,6 +135,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
   static Tensor forward(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<Forward>& forward,
                         const Tensor& x, at::TensorList /*parameters*/) {
     forward->state.emplace(x.device());
+    forward->modes = modes_of(*forward->module);
     context->saved_data["forward"] = c10::IValue::make_capsule(forward);
     context->saved_data["needs_gradient"] = x.requires_grad();
     context->save_for_backward({x});
@@ -136,6 +167,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
       const at::AutoGradMode with_gradient(true);
       const ForwardState now(x.device());
       forward->state->restore();
+      const WithModes as_in_forward(*forward->module, forward->modes);
       std::optional<ContextParallel> in_context;  // in loops the one of the forward may have ended
       if (forward->state->context()) in_context.emplace(*forward->state->context());
       y = (*forward)(x);

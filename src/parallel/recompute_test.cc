@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include <functional>
 #include <set>
@@ -183,6 +183,23 @@ TEST(Recompute, RefusesParametersOfOtherModules) {
   const auto y = recompute(module, at::ones({3}, at::kDouble));
   expect_says(message_of<InvalidArgument>([&] { y.sum().backward(); }),
               "uses a tensor of shape [3] that requires gradients and is neither its input nor one of its parameters");
+}
+
+// As where a loss of training is kept while the module predicts.
+TEST(Recompute, TheSecondForwardHasTheModeOfTheFirst) {
+  torch::nn::Sequential module(torch::nn::Linear(4, 4), torch::nn::Dropout(0.5));
+  const auto x = at::ones({3, 4});
+  const auto gradient = [&](bool recomputes) {
+    module->zero_grad();
+    module->train();
+    torch::manual_seed(1);
+    const auto y = recomputes ? recompute(module, x) : module->forward(x);
+    module->eval();
+    y.sum().backward();
+    EXPECT_FALSE(module[1]->is_training());
+    return module->parameters()[0].grad().clone();
+  };
+  EXPECT_TRUE(at::equal(gradient(true), gradient(false)));
 }
 
 TEST(Recompute, CannotBeDifferentiatedTwice) {
