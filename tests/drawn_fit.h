@@ -69,10 +69,14 @@ struct FitProgram {
   DrawnBatches data;
   DrawnPrecision precision = DrawnPrecision::float64;
   bool jit_compile = false;
+  bool trains_on_batch = false;  // before the first fit
   std::int64_t steps_per_execution = 1;
   std::vector<DrawnPhase> phases;
 
   at::ScalarType dtype() const { return precision == DrawnPrecision::float64 ? at::kDouble : at::kFloat; }
+  bool trains_on_batch_in(const DrawnPhase& phase) const {
+    return trains_on_batch && phase.on.kind != DrawnStrategy::servers && phase.from != DrawnPhase::backup;
+  }
   std::string monitor() const { return data.validation > 0 ? "val_loss" : "loss"; }
   std::string text() const {
     static const char* const precisions[] = {"float64", "float32", "mixed_bfloat16", "sent in bfloat16",
@@ -81,6 +85,7 @@ struct FitProgram {
     auto said = lockstep::text(precisions[static_cast<int>(precision)], "; ", model.text(), "; ", loss.text(), "; ",
                                optimizer.text(), "; ", data.text());
     if (jit_compile) said += "; jit_compile";
+    if (trains_on_batch) said += "; train_on_batch";
     if (steps_per_execution > 1) said += lockstep::text("; ", steps_per_execution, " steps per execution");
     for (const auto& phase : phases) {
       said += lockstep::text("; on ", phase.on.text(), sources[phase.from], ":");
@@ -244,7 +249,8 @@ inline FitProgram draw_program(std::uint64_t seed) {
     if (phase.on.kind == DrawnStrategy::ranks && phase.from == DrawnPhase::backup)  // which each rank has of its own
       phase.on.kind = DrawnStrategy::workers;
   }
-  if (program.precision != DrawnPrecision::float64) {  // the best epoch may be another one
+  if (program.precision != DrawnPrecision::float64) {                               // the best epoch may be another one
+    if (program.loss.kind == DrawnLoss::own) program.loss.kind = DrawnLoss::huber;  // diverges
     if (program.loss.reduction == Reduction::sum) program.loss.reduction = Reduction::sum_over_batch_size;  // diverges
     for (auto& phase : program.phases) {
       for (auto& fit : phase.fits) fit.best_only = fit.early_stopping = false;
@@ -252,6 +258,7 @@ inline FitProgram draw_program(std::uint64_t seed) {
   }
   if (program.data.steps_per_epoch == 0) program.data.repeats = program.data.repeats_examples = false;
   if (program.data.steps_per_epoch > 0 && phases > 1) program.data.shuffle = false;
+  program.trains_on_batch = draw.chance(15);
   return program;
 }
 

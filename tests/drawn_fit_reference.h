@@ -95,6 +95,9 @@ class PlainFits {
       spread(goes_on ? averages : copies(module_buffers_), parts);
     }
     on_ = phase.on;
+    const at::AutoGradMode with_gradients(true);
+    Epoch unused;
+    if (program_.trains_on_batch_in(phase)) step(indices_.iterate().next()->x, unused, false);
   }
 
   void make_module() {
@@ -222,7 +225,7 @@ class PlainFits {
     return of.defined() ? of.index_select(0, indices) : Tensor();
   }
 
-  void step(const Tensor& indices, Epoch& epoch) {
+  void step(const Tensor& indices, Epoch& epoch, bool by_class = true) {
     module_->train();
     const bool divided = program_.model.normalizes_batches() || program_.precision >= DrawnPrecision::sent_bfloat16;
     const int parts = divided ? on_.parts() : 1, replicas = divided ? on_.replicas : 1;
@@ -237,7 +240,7 @@ class PlainFits {
         auto& buffers = buffers_[static_cast<std::size_t>(part)];
         put_in(buffers);
         const auto out = outputs(some.x);
-        const auto of_part = terms(some, rows(data_.weight, own), out, true);
+        const auto of_part = terms(some, rows(data_.weight, own), out, by_class);
         if (!of_part.sum.requires_grad()) throw NothingToTrain("no loss has a gradient");
         of_part.sum.backward();
         for (std::size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(module_buffers_[i].second);

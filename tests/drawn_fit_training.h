@@ -123,6 +123,7 @@ class Training {
     }
     if (phase_.from == DrawnPhase::weights) model.load_weights(folder_ + "/phase0_weights");
     if (phase_.from == DrawnPhase::full) model.load_checkpoint(folder_ + "/phase0_full");
+    if (program_.trains_on_batch_in(phase_)) model.train_on_batch(*train_.iterate().next());
     for (std::size_t i = 0; i < phase_.fits.size(); ++i) fit(model, static_cast<int>(i));
     model.save_weights(text(own_folder_, "/phase", number_, "_weights"));
     model.save_checkpoint(text(own_folder_, "/phase", number_, "_full"));
