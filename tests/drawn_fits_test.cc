@@ -21,7 +21,7 @@ std::string compare(const FitProgram& program, const Values& found, const Values
     auto rounded = plain;
     for (auto& [name, value] : rounded) {  // a number alone may be right by chance
       const auto& right = exact.at(name);
-      if (value.dim() == 0) value = right + 0.01 * (1 + right.abs());
+      if (value.dim() == 0) value = right + 0.03 * (1 + right.abs());
       if (name == "predict")
         value = right + (value - right).abs() + 0x1p-8 * right.abs();  // an output is rounded itself
     }
