@@ -50,7 +50,8 @@ class BackwardWeights {
   // Adds to the examples of the next backward those of forwards that nobody records.
   void add(double examples) { told_ = told_.value_or(0) + examples; }
 
-  // To be called while a backward runs; the same however often. Throws InvalidArgument where its examples are not known.
+  // To be called while a backward runs; the same however often. Throws InvalidArgument where its examples are not
+  // known.
   double of_this_backward();
 
  private:
@@ -74,8 +75,8 @@ class BackwardWeights {
 
   Options options_;
   std::vector<at::Tensor> registered_;
-  int backward_ = -1;  // autograd's number of the last one
-  double weight_ = 1;  // and its weight
+  int backward_ = -1;             // autograd's number of the last one
+  double weight_ = 1;             // and its weight
   std::deque<Forward> forwards_;  // by ascending numbers
   std::optional<double> told_;
   std::optional<double> last_told_;       // what `add` told, and a backward used

@@ -128,8 +128,8 @@ void GradientReducer::begin_backward() {
   accumulated_.weight += weight_;
 }
 
-// Whether zero_grad has cleared what has accumulated. It may leave zeros; but so does a backward without examples, after
-// which nobody has written the gradients.
+// Whether zero_grad has cleared what has accumulated. It may leave zeros; but so does a backward without examples,
+// after which nobody has written the gradients.
 bool GradientReducer::are_cleared() const {
   const auto is_left = [](const at::Tensor& parameter) {
     return parameter.grad().defined() &&

@@ -8,9 +8,9 @@
 #include <span>
 
 #include "base/text.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "lockstep/parallel/cut_stages.h"
 #include "ops/replica_random.h"
-#include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/choose_split.h"
 #include "parallel/layer_measurements.h"
 #include "parallel/measure_links.h"
