@@ -134,6 +134,7 @@ inline DrawnLoop draw_loop(std::uint64_t seed) {
     }
     loop.steps.push_back(step);
   }
+  loop.net.recomputes = !loop.is_strategy() && draw.chance(20);
   for (int rank = 0; loop.joins && rank < loop.ranks; ++rank) {
     if (!draw.chance(50)) continue;
     for (int i = draw.between(0, steps - 1); i < steps; ++i) {  // others have examples in each step

@@ -206,6 +206,9 @@ std::vector<RankEnd> run_on_ranks(const DrawnLoop& loop, const std::function<Val
       try {
         ends[rank].values = body(groups[rank]);
         groups[rank].barrier(Deadline::after(std::chrono::duration<double>(kDeadline)));
+      } catch (const DeadlineExceeded& error) {
+        ends[rank].failed = error.what();
+        groups[rank].abort(error.what());
       } catch (const Error& error) {
         ends[rank].refused = error.what();
         groups[rank].abort(error.what());
@@ -269,7 +272,7 @@ DrawnResult run_program(std::uint64_t seed) {
     DrawnNet net(loop.net);
     for (const auto& each : net->named_parameters()) exact->named_parameters()[each.key()].copy_(each.value());
   }
-  const auto values = train_plainly(loop, exact, {in_double(data.x), data.y});
+  auto values = train_plainly(loop, exact, {in_double(data.x), data.y});
   std::vector<Values> in_16_bits;  // of the same examples in several orders, in which LibTorch rounds otherwise
   for (std::uint64_t order = 0; loop.net.dtype != at::kDouble && order < 4; ++order) {
     DrawnNet net(loop.net);
@@ -277,7 +280,11 @@ DrawnResult run_program(std::uint64_t seed) {
   }
   for (std::size_t rank = 0; rank < ends.size(); ++rank) {
     if (rank > 0 && loop.way == Way::fully_shard) continue;  // rank 0 has gathered them
-    const auto wrong = differences(ends[rank].values, values, in_16_bits);
+    auto& found = ends[rank].values;
+    // A layer that is run twice updates its running statistics twice, the second time in the order of the backward.
+    const auto is_statistic = [](const auto& each) { return each.first.find("running_") != std::string::npos; };
+    if (loop.net.recomputes && std::erase_if(found, is_statistic) > 0 && rank == 0) std::erase_if(values, is_statistic);
+    const auto wrong = differences(found, values, in_16_bits);
     if (!wrong.empty()) result.wrong += text("rank ", rank, ": ", wrong, "\n");
   }
   return result;

@@ -22,6 +22,7 @@
 
 #include "base/text.h"
 #include "lockstep/ddp/sync_batch_norm.h"
+#include "lockstep/parallel/recompute.h"
 
 namespace lockstep {
 
@@ -59,9 +60,10 @@ enum class Block {
 
 struct NetOptions {
   std::vector<Block> blocks = {Block::linear};
-  bool embedding = false;  // x are ids [examples, positions] of int64; else floats [examples, positions, features]
-  bool tied_head = false;  // the head's weight is the embedding's
-  bool tokens = false;     // a label for each position; else one for each example
+  bool embedding = false;   // x are ids [examples, positions] of int64; else floats [examples, positions, features]
+  bool tied_head = false;   // the head's weight is the embedding's
+  bool tokens = false;      // a label for each position; else one for each example
+  bool recomputes = false;  // each block's activations
   at::ScalarType dtype = at::kDouble;
   std::int64_t width = 8, heads = 2, positions = 4, features = 5, classes = 6;  // there are as many ids as classes
   std::uint64_t seed = 0;                                                       // of the first values
@@ -73,6 +75,7 @@ struct NetOptions {
     for (const auto block : blocks) words.emplace_back(names[static_cast<int>(block)]);
     words.emplace_back(tied_head ? "tied head" : "head");
     if (tokens) words.emplace_back("of tokens");
+    if (recomputes) words.emplace_back("recomputed");
     return join(words, " ");
   }
 };
@@ -169,7 +172,7 @@ struct DrawnNetImpl : torch::nn::Module {
 
   at::Tensor forward(const at::Tensor& input) {
     auto x = options.embedding ? token(input) : front(input);
-    for (auto& block : blocks) x = block(x);
+    for (auto& block : blocks) x = options.recomputes ? recompute(block, x) : block(x);
     if (!options.tokens) x = x.mean(1);
     return options.tied_head ? at::linear(x, token->weight, head_bias) : head(x);
   }
@@ -275,6 +278,7 @@ inline void check_drawn_programs(const std::vector<std::uint64_t>& kept, int usu
     EXPECT_EQ(result.wrong, "") << "LOCKSTEP_SEED=" << seed << ": " << result.program;
     if (seeds.size() == 1) std::cout << "  " << result.program << "\n";
     if (!result.refused) continue;
+    if (std::getenv("LOCKSTEP_SHOW_REFUSED") != nullptr) std::cout << seed << ": " << *result.refused << "\n";
     ++refused;
     ++refusals[result.refused->substr(0, 120)];
   }

@@ -46,7 +46,12 @@ struct Layer {
   // What a rank's gradients count for in the backward that runs.
   double weight_of_backward(double examples) const {
     const auto own = parameter.lock();
-    return gradient::BackwardWeights::of_layer(own ? Tensor(own) : Tensor()).value_or(examples);
+    try {
+      return gradient::BackwardWeights::of_layer(own ? Tensor(own) : Tensor()).value_or(examples);
+    } catch (const std::exception& error) {
+      group->abort(error.what());  // the others wait for this rank's gradients
+      throw;
+    }
   }
 
   const std::weak_ptr<torch::nn::Module> module;

@@ -1,6 +1,7 @@
 // When the layers that convert_sync_batchnorm changed wait for the other ranks; ranks are threads.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 
@@ -73,6 +74,28 @@ TEST(SyncBatchNorm, ABackwardThroughTwoForwardsIsThatOfOneProcess) {
     }
     sum.div(static_cast<double>(mine[0] + mine[1])).backward();
     EXPECT_LE((norm->weight.grad() - whole->weight.grad()).abs().max().item<double>(), 1e-12);
+  });
+}
+
+// As for an adversarial example, between a forward and its backward.
+TEST(SyncBatchNorm, ABackwardForAnInputAloneIsNoneOfDistributedDataParallel) {
+  collective::on_ranks(2, [&](const Group& group) {
+    const auto x = at::sin(at::arange(15, at::kDouble).view({5, 3}) * 0.7);
+    const auto part = group.rank() == 0 ? x.slice(0, 0, 4) : x.slice(0, 4);
+    const auto gradient = [&](bool asks) {
+      SyncBatchNorm norm(3);
+      norm->to(at::kDouble);
+      convert_sync_batchnorm(*norm, group);
+      DistributedDataParallel ddp(norm, group);
+      const auto first = ddp(part).pow(3).sum(), second = ddp(part * 2).pow(4).sum();
+      if (asks) {
+        const auto input = part.clone().requires_grad_();
+        torch::autograd::grad({ddp->forward(input).pow(3).sum()}, {input});
+      }
+      (first + second).div(2.0 * static_cast<double>(part.size(0))).backward();
+      return norm->weight.grad().clone();
+    };
+    EXPECT_LE((gradient(true) - gradient(false)).abs().max().item<double>(), 1e-12);
   });
 }
 

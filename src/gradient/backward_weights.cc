@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <unordered_map>
 #include <utility>
@@ -50,12 +51,23 @@ class Owners {
   std::unordered_map<const at::TensorImpl*, BackwardWeights*> owners_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
+// Never destroyed: an object of static storage may end later.
 Owners& owners() {
-  static Owners all;
-  return all;
+  static auto* const all = new Owners;
+  return *all;
 }
 
+// Of the backward outside of the one that runs.
+thread_local std::optional<double> outer_weight;
+
 }  // namespace
+
+bool accumulates(const at::Tensor& leaf) {
+  const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
+  if (asked == nullptr || asked->empty()) return true;
+  const auto found = asked->find(torch::autograd::impl::grad_accumulator(leaf).get());
+  return found != asked->end() && found->second.needed_;
+}
 
 BackwardWeights::~BackwardWeights() {
   for (const auto& parameter : registered_) owners().remove(parameter, this);
@@ -69,15 +81,38 @@ void BackwardWeights::add_parameters(const std::vector<at::Tensor>& parameters) 
 }
 
 std::optional<double> BackwardWeights::of_layer(const at::Tensor& parameter) {
-  if (auto* const owner = parameter.defined() ? owners().of(parameter) : nullptr) return owner->of_this_backward();
+  if (outer_weight) return outer_weight;
+  if (parameter.defined() && parameter.requires_grad()) {
+    if (auto* const owner = owners().of(parameter); owner != nullptr && accumulates(parameter)) {
+      return owner->of_this_backward();
+    }
+  }
   const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   if (nodes == nullptr) return std::nullopt;
+  BackwardWeights* first = nullptr;
   for (auto* const node : *nodes) {
+    if (node->sequence_nr() != kAccumulator) continue;
     const auto* const accumulator = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
     if (accumulator == nullptr) continue;
-    if (auto* const owner = owners().of(accumulator->variable)) return owner->of_this_backward();
+    auto* const owner = owners().of(accumulator->variable);
+    if (owner == nullptr || !accumulates(accumulator->variable)) continue;
+    if (first == nullptr || owner->number_ < first->number_) first = owner;
   }
-  return std::nullopt;
+  return first == nullptr ? std::nullopt : std::optional(first->of_this_backward());
+}
+
+BackwardWeights::Inside::Inside(const std::vector<at::Tensor>& parameters) : before_(outer_weight) {
+  for (const auto& parameter : parameters) {
+    if (outer_weight) return;
+    auto* const owner = parameter.requires_grad() ? owners().of(parameter) : nullptr;
+    if (owner != nullptr && accumulates(parameter)) outer_weight = owner->of_this_backward();
+  }
+}
+BackwardWeights::Inside::~Inside() { outer_weight = before_; }
+
+std::uint64_t BackwardWeights::next_number() {
+  static std::atomic<std::uint64_t> next = 0;
+  return next++;
 }
 
 std::uint64_t BackwardWeights::next_node() { return at::sequence_number::peek(); }
@@ -153,12 +188,12 @@ double BackwardWeights::find_weight(int backward) {
     told_until_ = next_node();
     is_told = true;
   }
-  const auto& [caller, object, from_forwards, on_other] = options_;
+  const auto& [caller, object, from_forwards, always_told, on_other] = options_;
   // Or another backward of what was there when examples were told.
   const bool was_told = is_told || (last_told_ && found.newest < told_until_);
   if (!from_forwards) {
     if (was_told) return *last_told_;
-    if (!last_told_) return 1;
+    if (!last_told_ || !options_.once_told_always_told) return 1;
     throw InvalidArgument(text(caller, ": the number of examples of this backward is not known, since ", object,
                                ".add_examples was called before another one alone. Call it before each backward; where "
                                "there are several in a step, as in a pipeline, scale the losses instead, and never "

@@ -12,6 +12,9 @@
 
 namespace lockstep::gradient {
 
+// Whether the backward that runs adds to the leaf's gradient: torch::autograd::grad does not.
+bool accumulates(const at::Tensor& leaf);
+
 // Autograd numbers the nodes of a thread in the order in which they are made, so that a forward's are those between two
 // numbers. One thread: that of the forwards and backwards.
 class BackwardWeights {
@@ -22,6 +25,9 @@ class BackwardWeights {
 
     // Else every backward has the weight 1, unless `add` told another.
     bool from_forwards = false;
+
+    // Without from_forwards, once examples were told: a backward of which none were told is refused.
+    bool once_told_always_told = false;
 
     // Called in a backward that reaches other parameters than the last ones did.
     std::function<void()> on_other_parameters = {};
@@ -34,9 +40,23 @@ class BackwardWeights {
   // Backwards that reach these leaves of autograd's graph have this object's weights.
   void add_parameters(const std::vector<at::Tensor>& parameters);
 
-  // The weight of the backward that runs, for a layer with this parameter (or none): of the object that has the
-  // parameter, else of one that has another parameter in the graph. Empty where there is none.
+  // The weight of the backward that runs, for a layer that computes with other ranks in it: that of the object which
+  // was given the layer's own `parameter`; where none was, of the first made of those that were given parameters in the
+  // graph. Empty where the backward adds to no such parameter's gradient.
   static std::optional<double> of_layer(const at::Tensor& parameter);
+
+  // While it lives, a backward inside of the one that runs, which computes gradients for these parameters, has the
+  // weight of the outer one.
+  class Inside {
+   public:
+    explicit Inside(const std::vector<at::Tensor>& parameters);
+    ~Inside();
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+
+   private:
+    const std::optional<double> before_;
+  };
 
   // As `from_forwards`, from now on.
   void expect_forwards() { options_.from_forwards = true; }
@@ -55,6 +75,7 @@ class BackwardWeights {
   double of_this_backward();
 
  private:
+  static std::uint64_t next_number();
   double find_weight(int backward);
 
   struct Forward {
@@ -74,6 +95,7 @@ class BackwardWeights {
   bool are_other_parameters(std::uint64_t hash);
 
   Options options_;
+  const std::uint64_t number_ = next_number();  // in the order of construction
   std::vector<at::Tensor> registered_;
   int backward_ = -1;             // autograd's number of the last one
   double weight_ = 1;             // and its weight

@@ -13,6 +13,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "ops/watching_hook.h"
 
 namespace lockstep::gradient {
 namespace {
@@ -48,8 +49,8 @@ GradientReducer::GradientReducer(const std::vector<std::string>& names, std::vec
   for (std::size_t i = 0; i < parameters_.size(); ++i) last[parameters_[i].unsafeGetTensorImpl()] = i;
   for (const auto& [parameter, i] : last) distinct_.push_back(i);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    before_accumulation_.push_back(
-        parameters_[i].register_hook([this, i](const at::Tensor& gradient) { return weighed(i, gradient); }));
+    before_accumulation_.push_back(ops::register_hook_beside_others(
+        parameters_[i], [this, i](const at::Tensor& gradient) { return weighed(i, gradient); }));
     after_accumulation_.emplace_back(parameters_[i], [this, i] { on_gradient(i); });
   }
 }
@@ -102,7 +103,7 @@ bool GradientReducer::prepare() {
 // Called for each gradient of a backward before it is added to what has accumulated: multiplies it by the backward's
 // weight.
 at::Tensor GradientReducer::weighed(std::size_t parameter, const at::Tensor& gradient) {
-  if (!accumulates(parameter) || !after_accumulation_[parameter].is_in_place()) return gradient;
+  if (!gradient.defined() || !accumulates(parameters_[parameter]) || !after_accumulation_[parameter].is_in_place()) return gradient;
   if (const int backward = torch::autograd::get_current_graph_task_id(); backward != backward_) {
     begin_backward();
     backward_ = backward;
@@ -110,14 +111,6 @@ at::Tensor GradientReducer::weighed(std::size_t parameter, const at::Tensor& gra
   const double scale = weight_ / accumulated_.unit;
   if (scale == 1) return gradient;
   return scale == 0 ? at::zeros_like(gradient) : gradient * scale;
-}
-
-// Whether this backward adds to the parameter's gradient: torch::autograd::grad does not.
-bool GradientReducer::accumulates(std::size_t parameter) const {
-  const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
-  if (asked == nullptr || asked->empty()) return true;
-  const auto found = asked->find(torch::autograd::impl::grad_accumulator(parameters_[parameter]).get());
-  return found != asked->end() && found->second.needed_;
 }
 
 void GradientReducer::begin_backward() {
@@ -137,7 +130,7 @@ bool GradientReducer::are_cleared() const {
   };
   if (std::any_of(parameters_.begin(), parameters_.end(), is_left)) return false;
   const auto& last = parameters_[accumulated_.last].grad();
-  return !last.defined() || last._version() != accumulated_.version;
+  return last.unsafeGetTensorImpl() != accumulated_.gradient || last._version() != accumulated_.version;
 }
 
 // Sums that a pass left on parameters are the same on all ranks: were they summed again, they would count once a rank.
@@ -162,8 +155,12 @@ bool GradientReducer::only_accumulates() {
 
 void GradientReducer::on_gradient(std::size_t parameter) {
   if (only_accumulates()) {
-    accumulated_.last = parameter;
-    accumulated_.version = parameters_[parameter].grad()._version();
+    const auto& gradient = parameters_[parameter].grad();
+    if (gradient.defined()) {
+      accumulated_.last = parameter;
+      accumulated_.gradient = gradient.unsafeGetTensorImpl();
+      accumulated_.version = gradient._version();
+    }
     return;
   }
   if (!open_) {

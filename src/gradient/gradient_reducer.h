@@ -80,7 +80,6 @@ class GradientReducer {
   void require_gradients() const;
   void make_views();
   at::Tensor weighed(std::size_t parameter, const at::Tensor& gradient);
-  bool accumulates(std::size_t parameter) const;
   void begin_backward();
   bool are_cleared() const;
   bool only_accumulates();
@@ -113,8 +112,9 @@ class GradientReducer {
     int backwards = 0;
     double weight = 0;
     double unit = 0;
-    std::size_t last = 0;       // the parameter whose gradient they were the last to write
-    std::uint32_t version = 0;  // autograd's, of that gradient then
+    std::size_t last = 0;                       // the parameter whose gradient they were the last to write
+    const c10::TensorImpl* gradient = nullptr;  // only compared
+    std::uint32_t version = 0;                  // autograd's, of that gradient then
   };
   Accumulated accumulated_;
   // With `sum`, [parameter]: what the last pass left as its gradient; and that, while further backwards accumulate.

@@ -144,6 +144,7 @@ class TlsDoor final : public Door {
       FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       has_room = socket.open() || (errno != EMFILE && errno != ENFILE);
       if (!socket.open()) continue;
+      transport::send_at_once(socket);
       unproven.add(socket);
       ToServer::NewConnectionParameters connection;
       connection.listener_fd = listener_.get();

@@ -169,7 +169,10 @@ bool JobProcesses::has_member() const {
 // other launchers run a part of the job, processes that wait find that.
 bool JobProcesses::is_without_members(std::size_t lost) const {
   if (!limits_.elastic || !context_.has_begun || !context_.has_begun() || has_member()) return false;
-  if (children_[lost]->is_controlled()) return children_[lost]->found_nobody();
+  // Launchers may end in any order: one whose processes found nobody, and one whose host was lost.
+  if (children_[lost]->is_controlled()) {
+    return std::any_of(children_.begin(), children_.end(), [](const auto& child) { return child->found_nobody(); });
+  }
   return !is_part_ || refusal(lost) == cluster::kNobodyIsLeft;
 }
 

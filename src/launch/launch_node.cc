@@ -178,9 +178,8 @@ int launch_node(const LaunchOptions& options, std::ostream& out, std::ostream& e
   const int status = ranks.run();
   beginning = {};  // it has ended, or never began
   if (ranks.nobody_is_left()) {
-    err << "lockstep run: no worker is left that could take in others: start the job again on all nodes, and it goes "
-           "on "
-           "from its last backup"
+    err << "lockstep run: no worker is left that could take in others: start the job again on all nodes; it goes on "
+           "from its last backup if it has one"
         << std::endl;
   }
   if (!in_etcd) hold_for_others(here, signals);

@@ -25,7 +25,7 @@ class WatchingHook final : public torch::autograd::FunctionPreHook {
     if (has_some) {
       torch::autograd::impl::hooks(leaf).push_back(std::move(hook));
     } else {
-      torch::autograd::impl::add_hook(leaf, std::move(hook));  // which takes one alone
+      torch::autograd::impl::add_hook(leaf, std::move(hook));  // which asserts that there is none yet
     }
   }
 
@@ -38,6 +38,16 @@ class WatchingHook final : public torch::autograd::FunctionPreHook {
  private:
   Watch watch_;
 };
+
+// As leaf.register_hook, of which LibTorch's first call on a leaf drops the other hooks.
+template <class Hook>
+unsigned register_hook_beside_others(const at::Tensor& leaf, Hook hook) {
+  auto& hooks = torch::autograd::impl::hooks(leaf);
+  auto kept = std::exchange(hooks, {});
+  const auto number = leaf.register_hook(std::move(hook));
+  for (auto& each : kept) hooks.push_back(std::move(each));
+  return number;
+}
 
 // True where a hook may keep or change the leaf's gradient.
 inline bool may_keep_gradient(const at::Tensor& leaf) {

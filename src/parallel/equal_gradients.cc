@@ -63,19 +63,21 @@ PartialGradients::PartialGradients(std::string whose, std::string remedy, const 
 Tensor PartialGradients::watched(const Tensor& used, const Tensor& input) const {
   if (ranks_.size() == 1 || !used.requires_grad() || used.is_leaf()) return used;
   if (!std::has_single_bit(++*uses_)) return used;
-  used.register_hook(
-      [whose = whose_, remedy = remedy_, ranks = ranks_, of_input = norm_and_places(input)](const Tensor& gradient) {
-        const auto [norm, places] = norm_and_places(gradient);
-        const auto largest = largest_of(std::array{norm, places, of_input[0], of_input[1]}, ranks);
-        const auto differs = [&](std::size_t i, double of) { return !(largest[i] + largest[4 + i] <= kSame * of); };
-        // A gradient of rounding errors alone, as of the bias of keys, may be the same by chance.
-        const double noise = gradient.scalar_type() == at::kDouble ? 1e-12 : 1e-6;
-        if (!(largest[0] > noise) || differs(0, largest[0]) || differs(1, largest[0])) return;
-        if (differs(2, largest[2]) || differs(3, largest[2])) return;
-        throw InvalidArgument(text("the gradient ", whose, " is the same on all ", ranks.size(), " ranks, of norm ",
-                                   largest[0], ", where each should have that of its own part, which are summed. ",
-                                   remedy));
-      });
+  used.register_hook([whose = whose_, remedy = remedy_, ranks = ranks_,
+                      of_input = norm_and_places(input)](const Tensor& gradient) {
+    const auto [norm, places] = norm_and_places(gradient);
+    const auto largest = largest_of(std::array{norm, places, of_input[0], of_input[1]}, ranks);
+    const auto differs = [&](std::size_t i, double of) { return !(largest[i] + largest[4 + i] <= kSame * of); };
+    // A gradient of rounding errors alone, as of the bias of keys, may be the same by chance.
+    const double noise = gradient.scalar_type() == at::kDouble ? 1e-12 : 1e-6;
+    if (!(largest[0] > noise) || differs(0, largest[0]) || differs(1, largest[0])) return;
+    if (differs(2, largest[2]) || differs(3, largest[2])) return;
+    throw InvalidArgument(text(
+        "the gradient ", whose, " is the same on all ", ranks.size(), " ranks, of norm ", largest[0],
+        ", where each should have that of its own part, which are summed; so it is too where parts are equal, as of "
+        "constant inputs: try others. ",
+        remedy));
+  });
   return used;
 }
 

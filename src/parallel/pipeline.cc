@@ -117,11 +117,16 @@ struct Pipeline::State {
   }
 
   // Links are of one pipeline alone: a rank that is in another one would wait on other links, to no end. So all first
-  // tell what they begin.
-  void begin(Purpose purpose) const {
-    auto call = Call::barrier();
+  // tell what they begin. Returns whether ranks of other pipelines call the stages' modules together with these:
+  // modules may be sharded after they were made. Collective.
+  bool begin(Purpose purpose) const {
+    for (const auto& each : tied) each.check_not_sharded();
+    double alike = std::any_of(modules.begin(), modules.end(),
+                               [](const auto& each) { return parallel::is_called_with_other_ranks(*each.second); });
+    auto call = Call::all_reduce(buffer_of(std::span(&alike, 1)), ReduceOp::max);
     call.purpose = purpose;
     ranks.group().run(call, ranks.deadline());
+    return alike > 0;
   }
 
   void split_weights() const {
@@ -132,22 +137,11 @@ struct Pipeline::State {
     }
   }
 
-  // Found in the first step, or forward: modules may be sharded after they were made. Collective.
-  bool computes_alike() {
-    if (!alike) {
-      for (const auto& each : tied) each.check_not_sharded();
-      alike = ranks.any(std::any_of(modules.begin(), modules.end(), [](const auto& each) {
-        return parallel::is_called_with_other_ranks(*each.second);
-      }));
-    }
-    return *alike;
-  }
-
   template <class Act>
-  void run(const Act& act) {
+  void run(Purpose purpose, const Act& act) {
     parallel::mesh_of(ranks).abort_on_error([&] {
       try {
-        parallel::PipelineRun run(schedule, *links, forwards, ranks.rank(), computes_alike());
+        parallel::PipelineRun run(schedule, *links, forwards, ranks.rank(), begin(purpose));
         act(run);
       } catch (const std::exception& error) {
         const std::string why = error.what();
@@ -170,7 +164,6 @@ struct Pipeline::State {
   std::vector<parallel::TiedParameter> tied;
   std::vector<PipelineAction> timed_actions;  // this rank's of the last step
   std::vector<PipelineTimes::Span> times;
-  std::optional<bool> alike;  // whether ranks of other pipelines call the stages' modules together with these
   int steps = 0;
   Deadline::Clock::time_point zero, step_began;
 };
@@ -203,8 +196,7 @@ double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss&
 void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches) {
   if (!at::GradMode::is_enabled()) throw InvalidArgument("Pipeline: gradients are off; use forward");
   for (auto& each : state_->tied) each.begin_step();
-  state_->begin(state_->stepping);
-  state_->run([&](parallel::PipelineRun& run) {
+  state_->run(state_->stepping, [&](parallel::PipelineRun& run) {
     state_->step_began = Deadline::Clock::now();
     run.train(x, loss, most_microbatches, state_->times);
   });
@@ -219,7 +211,6 @@ void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std
 void Pipeline::regroup() {
   state_->schedule = state_->make_schedule({{}});
   state_->steps = 0;
-  state_->alike.reset();
   state_->links.emplace(state_->ranks, pairs_of(state_->schedule));
   for (auto& each : state_->tied) each.regroup(state_->ranks);
   state_->name_purposes();
@@ -227,8 +218,7 @@ void Pipeline::regroup() {
 
 Tensor Pipeline::forward(const Tensor& x, std::int64_t most_microbatches) {
   Tensor output;
-  state_->begin(state_->predicting);
-  state_->run([&](parallel::PipelineRun& run) { output = run.predict(x, most_microbatches); });
+  state_->run(state_->predicting, [&](parallel::PipelineRun& run) { output = run.predict(x, most_microbatches); });
   // The others get to know its shape first.
   const auto last = state_->schedule.rank_of_stage.back();
   std::vector<std::int64_t> shape;

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "gradient/backward_weights.h"
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/context_parallel.h"
 #include "ops/replica_random.h"
@@ -181,6 +182,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
       if (parameter.requires_grad()) inputs.push_back(parameter);
     }
     check_leaves(*forward->module, y, inputs);
+    const gradient::BackwardWeights::Inside inside(parameters);
     auto found =
         torch::autograd::grad({y}, inputs, {gradients[0]}, /*retain_graph=*/std::nullopt, /*create_graph=*/false,
                               /*allow_unused=*/true);

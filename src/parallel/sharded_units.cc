@@ -318,7 +318,8 @@ void ShardedUnits::begin_backward() {
   if (given_factor_) {
     factor_ = *given_factor_;
   } else {
-    const double mine = weights_.of_this_backward();
+    double mine = 0;
+    ranks_.abort_on_error([&] { mine = weights_.of_this_backward(); });
     const double all = summed(counting_examples_, {mine})[0];
     factor_ = all > 0 ? mine / all : 0;
   }

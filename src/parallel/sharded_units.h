@@ -29,8 +29,8 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void release();
   void expect_forwards() { weights_.expect_forwards(); }
 
-  // Before add: an operator that writes one of this rank's shards makes all gathered values old. Where nobody releases
-  // them before each forward.
+  // Before add: an operator that writes one of this rank's shards makes all gathered values old. For
+  // users who call the module past FullySharded, which releases them before each forward.
   void count_writes() { writes_ = std::make_shared<std::atomic<std::int64_t>>(0); }
   gradient::BackwardWeights& weights() { return weights_; }
 
@@ -100,7 +100,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   std::string name_;
   Purpose counting_examples_, comparing_gradients_;
 
-  gradient::BackwardWeights weights_{{.caller = "fully_shard", .object = "sharded"}};
+  gradient::BackwardWeights weights_{{.caller = "fully_shard", .object = "sharded", .once_told_always_told = true}};
   std::optional<double> given_factor_;
   std::optional<int> backward_;     // the graph task whose gradients are taken
   double factor_ = 1;               // of this backward's gradients

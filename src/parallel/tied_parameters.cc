@@ -57,7 +57,7 @@ TiedParameter::TiedParameter(const std::vector<StageParameter>& copies, const Pi
   if (mine_.empty()) return;
   ranks.abort_on_error([&] {
     for (const auto& copy : mine_) {
-      ranks_.check_all_agree("shapes of tied parameters",
+      ranks_.check_all_agree("shapes of tied parameters, and which are frozen",
                              text(copy.scalar_type(), " ", copy.sizes(), copy.requires_grad() ? "" : " frozen"));
     }
   });

@@ -68,13 +68,13 @@ class SameBatches {
                       "\nbatches in the data set ", data.cardinality(), "\n")),
         hash_of_options_(hash_of(options_)) {}
 
-  // Of a batch, which is hashed before the next one is read: two small whole numbers and the sum of their squares,
-  // whose sums over the workers are exact.
+  // Of a batch, which is hashed before the next one is read: two whole numbers of 16 bits and the sum of their squares.
+  // Sums over the workers are exact, and so are the squares of these for a thousand workers.
   using Numbers = std::array<double, 3>;
   Numbers numbers_of(std::uint64_t hash, bool is_last) const {
-    constexpr std::uint64_t kBits = (1U << 20) - 1;
+    constexpr std::uint64_t kBits = (1U << 16) - 1;
     const auto all = mix(hash, is_last ? 1 : 0, hash_of_options_);
-    const auto low = static_cast<double>(all & kBits), high = static_cast<double>(all >> 20 & kBits);
+    const auto low = static_cast<double>(all & kBits), high = static_cast<double>(all >> 16 & kBits);
     return {low, high, low * low + high * high};
   }
 
@@ -119,6 +119,7 @@ std::int64_t for_each_batch(const ModelImpl& impl, const char* caller, const Dat
     auto iterator = strategy::distribute_ahead(data, strategy.local_replicas()).iterate();
     const bool compares = same.are_compared(iterator);
     auto batch = iterator.next_parts();
+    if (!batch) throw InvalidArgument("the data set is empty");
     while (batch) {
       const auto hash = compares ? iterator.element_hash() : 0;
       visit(*batch);
@@ -132,7 +133,6 @@ std::int64_t for_each_batch(const ModelImpl& impl, const char* caller, const Dat
       }
     }
   });
-  if (done == 0) throw InvalidArgument("the data set is empty");
   return done;
 }
 

@@ -75,10 +75,13 @@ class Worker {
       report.reset();
       if (next.kind == Assignment::Kind::over) return;
       if (next.kind == Assignment::Kind::task) {
-        if (std::exchange(state_, next.state) != next.state) {  // a callback has loaded weights
+        // A callback has loaded weights, or the chief was started again, which counts anew.
+        if (next.state != state_ || (chief_ && next.chief != *chief_)) {
           start();
           buffers.emplace(*impl_.parameters);
         }
+        state_ = next.state;
+        chief_ = next.chief;
         report = compute(next);
       }
       if (!report) continue;
@@ -127,7 +130,8 @@ class Worker {
   Batches batches_;
   const std::int64_t call_;
   const SignalGuard& signals_;
-  std::int64_t state_ = 0;  // Assignment's, of which this process has the chief's values
+  std::int64_t state_ = 0;             // Assignment's, of which this process has the chief's values
+  std::optional<std::int64_t> chief_;  // which gave out the last task
 };
 
 // The chief's fit fails with what the worker throws.
