@@ -46,12 +46,7 @@ struct Layer {
   // What a rank's gradients count for in the backward that runs.
   double weight_of_backward(double examples) const {
     const auto own = parameter.lock();
-    try {
-      return gradient::BackwardWeights::of_layer(own ? Tensor(own) : Tensor()).value_or(examples);
-    } catch (const std::exception& error) {
-      group->abort(error.what());  // the others wait for this rank's gradients
-      throw;
-    }
+    return gradient::BackwardWeights::of_layer(own ? Tensor(own) : Tensor()).value_or(examples);
   }
 
   const std::weak_ptr<torch::nn::Module> module;
@@ -123,8 +118,15 @@ struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& gradients) {
     const auto layer = c10::static_intrusive_pointer_cast<LayerHolder>(context->saved_data["layer"].toCapsule())->layer;
-    const double weight = layer->weight_of_backward(context->saved_data["examples"].toDouble());
-    const auto sum = summed(gradients[0] * weight, *layer->group, layer->backward);
+    double weight = 0;
+    std::exception_ptr unknown;
+    try {
+      weight = layer->weight_of_backward(context->saved_data["examples"].toDouble());
+    } catch (...) {
+      unknown = std::current_exception();
+    }
+    const auto sum = summed(gradients[0] * weight, *layer->group, layer->backward);  // for which the others wait
+    if (unknown) std::rethrow_exception(unknown);
     return {weight > 0 ? sum / weight : at::zeros_like(sum), Tensor(), Tensor()};
   }
 };

@@ -103,7 +103,8 @@ bool GradientReducer::prepare() {
 // Called for each gradient of a backward before it is added to what has accumulated: multiplies it by the backward's
 // weight.
 at::Tensor GradientReducer::weighed(std::size_t parameter, const at::Tensor& gradient) {
-  if (!gradient.defined() || !accumulates(parameters_[parameter]) || !after_accumulation_[parameter].is_in_place()) return gradient;
+  if (!gradient.defined() || !accumulates(parameters_[parameter]) || !after_accumulation_[parameter].is_in_place())
+    return gradient;
   if (const int backward = torch::autograd::get_current_graph_task_id(); backward != backward_) {
     begin_backward();
     backward_ = backward;

@@ -83,6 +83,26 @@ class WithModes {
   const std::vector<bool> before_;
 };
 
+// Gives a module's buffers their values back, such as running statistics, which its second forward updates again.
+// Written past autograd's versions: graphs of other forwards may have saved them.
+class KeptBuffers {
+ public:
+  explicit KeptBuffers(const torch::nn::Module& module) {
+    for (const auto& buffer : module.buffers()) {
+      if (buffer.defined()) kept_.emplace_back(buffer, buffer.detach().clone());
+    }
+  }
+  ~KeptBuffers() {
+    const at::NoGradGuard no_gradient;
+    for (const auto& [buffer, values] : kept_) buffer.data().copy_(values);
+  }
+  KeptBuffers(const KeptBuffers&) = delete;
+  KeptBuffers& operator=(const KeptBuffers&) = delete;
+
+ private:
+  std::vector<std::pair<Tensor, Tensor>> kept_;
+};
+
 struct Forward : torch::CustomClassHolder {
   std::shared_ptr<torch::nn::Module> module;
   internal::ForwardOfModule function;
@@ -161,6 +181,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
                 "'s parameters have changed since its forward, so that its second forward would compute something "
                 "else: change them after the backward");
     }
+    const KeptBuffers kept(*forward->module);
     auto x = context->get_saved_variables()[0].detach();
     if (needs_gradient) x.requires_grad_();
     Tensor y;

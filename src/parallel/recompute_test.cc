@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/dropout.h>
 
@@ -201,6 +202,21 @@ TEST(Recompute, TheSecondForwardHasTheModeOfTheFirst) {
     return module->parameters()[0].grad().clone();
   };
   EXPECT_TRUE(at::equal(gradient(true), gradient(false)));
+}
+
+TEST(Recompute, RunningStatisticsAreUpdatedOnce) {
+  const auto statistics = [](bool recomputes) {
+    torch::nn::BatchNorm1d norm(3);
+    for (int step = 0; step < 2; ++step) {
+      const auto x = at::sin(at::arange(12).view({4, 3}) * (0.7 + step));
+      const auto first = recomputes ? recompute(norm, x) : norm(x),
+                 second = recomputes ? recompute(norm, x * 2) : norm(x * 2);
+      (first * second).sum().backward();
+    }
+    return norm->buffers();
+  };
+  const auto once = statistics(false), again = statistics(true);
+  for (std::size_t i = 0; i < once.size(); ++i) EXPECT_TRUE(at::equal(again[i], once[i])) << again[i] << once[i];
 }
 
 TEST(Recompute, CannotBeDifferentiatedTwice) {

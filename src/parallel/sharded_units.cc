@@ -5,6 +5,9 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <cmath>
+#include <exception>
+#include <limits>
 #include <map>
 #include <unordered_map>
 #include <utility>
@@ -318,9 +321,19 @@ void ShardedUnits::begin_backward() {
   if (given_factor_) {
     factor_ = *given_factor_;
   } else {
-    double mine = 0;
-    ranks_.abort_on_error([&] { mine = weights_.of_this_backward(); });
+    // A rank that does not know its number tells the others, who wait for it.
+    double mine = std::numeric_limits<double>::quiet_NaN();
+    std::exception_ptr unknown;
+    try {
+      mine = weights_.of_this_backward();
+    } catch (...) {
+      unknown = std::current_exception();
+    }
     const double all = summed(counting_examples_, {mine})[0];
+    if (unknown) std::rethrow_exception(unknown);
+    if (std::isnan(all)) {
+      throw InvalidArgument("fully_shard: another rank does not know the number of its examples in this backward");
+    }
     factor_ = all > 0 ? mine / all : 0;
   }
   // The order in which backward completes them, if forward used them in the order in which they were added.
