@@ -141,7 +141,8 @@ class Model {
   double learning_rate() const;
   void set_learning_rate(double rate);
   std::int64_t iterations() const;
-  void stop_training();  // fit ends after this step or epoch
+  // fit ends after this step or epoch; called in a step of several workers, who agree on it, after the next one.
+  void stop_training();
 
   Strategy strategy() const;
   // Throws InvalidArgument before the model is built. With parameter servers, as they are now.
