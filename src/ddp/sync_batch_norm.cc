@@ -43,7 +43,7 @@ struct Layer {
     return alive == nullptr || alive->is_training();
   }
 
-  // What a rank's gradients count for in the backward that runs.
+  // In the backward that runs, a rank's gradients count for so much.
   double weight_of_backward(double examples) const {
     const auto own = parameter.lock();
     return gradient::BackwardWeights::of_layer(own ? Tensor(own) : Tensor()).value_or(examples);
@@ -106,7 +106,7 @@ struct LayerHolder : torch::CustomClassHolder {
 
 // The sum over all ranks. Backward sums the ranks' gradients, each times what counts for it where the parameters'
 // gradients are averaged: in DistributedDataParallel and fully_shard the examples of the backward, with Horovod 1.
-// Where nobody is known to average them a rank counts for its examples.
+// A rank counts for its examples where nobody is known to average gradients.
 struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& values,
                         const c10::intrusive_ptr<LayerHolder>& holder, double examples) {

@@ -28,7 +28,8 @@ constexpr std::size_t kMostParameters = 8;
 // Autograd's number of every node that accumulates a parameter's gradient.
 constexpr std::uint64_t kAccumulator = std::numeric_limits<std::uint64_t>::max();
 
-// Whose weights the backwards have that reach a parameter. A later object takes a parameter from an earlier one.
+// Each parameter's owner, whose weights the backwards have that reach the parameter. A later object takes a parameter
+// from an earlier one.
 class Owners {
  public:
   void add(const at::Tensor& parameter, BackwardWeights* owner) {
@@ -57,7 +58,7 @@ Owners& owners() {
   return *all;
 }
 
-// Of the backward outside of the one that runs.
+// The weight of the backward outside of the one that runs.
 thread_local std::optional<double> outer_weight;
 
 }  // namespace

@@ -12,7 +12,7 @@
 
 namespace lockstep::gradient {
 
-// Whether the backward that runs adds to the leaf's gradient: torch::autograd::grad does not.
+// True where the backward that runs adds to the leaf's gradient: torch::autograd::grad does not.
 bool accumulates(const at::Tensor& leaf);
 
 // Autograd numbers the nodes of a thread in the order in which they are made, so that a forward's are those between two

@@ -122,8 +122,8 @@ void GradientReducer::begin_backward() {
   accumulated_.weight += weight_;
 }
 
-// Whether zero_grad has cleared what has accumulated. It may leave zeros; but so does a backward without examples,
-// after which nobody has written the gradients.
+// True where zero_grad has cleared what has accumulated. Zeros alone do not tell: a backward without examples leaves
+// them too, but then nobody has written the gradients since.
 bool GradientReducer::are_cleared() const {
   const auto is_left = [](const at::Tensor& parameter) {
     return parameter.grad().defined() &&
@@ -146,7 +146,7 @@ void GradientReducer::keep_sums() {
   }
 }
 
-// Whether the backward that runs is one before the pass.
+// True where the backward that runs comes before the pass.
 bool GradientReducer::only_accumulates() {
   if (!sync_) return true;
   const int backward = torch::autograd::get_current_graph_task_id();

@@ -154,7 +154,8 @@ std::string JobProcesses::refusal(std::size_t index) const {
   return context_.refusal(child.rank(), members_[index].environment.at("LOCKSTEP_RESTART"));
 }
 
-// Whether one of an elastic job's latest members runs here, or has ended well. Each other launcher looks after its own.
+// True where one of an elastic job's latest members runs here, or has ended well. Each other launcher looks after its
+// own.
 bool JobProcesses::has_member() const {
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const auto& child = *children_[i];
@@ -165,8 +166,8 @@ bool JobProcesses::has_member() const {
   return false;
 }
 
-// Whether an elastic job has lost its last member with this process, so that nobody can take in those that wait. Where
-// other launchers run a part of the job, processes that wait find that.
+// True where an elastic job has lost its last member with this process, so that nobody can take in those that wait.
+// Where other launchers run a part of the job, processes that wait find that.
 bool JobProcesses::is_without_members(std::size_t lost) const {
   if (!limits_.elastic || !context_.has_begun || !context_.has_begun() || has_member()) return false;
   // Launchers may end in any order: one whose processes found nobody, and one whose host was lost.
