@@ -58,8 +58,13 @@ Owners& owners() {
   return *all;
 }
 
-// The weight of the backward outside of the one that runs.
-thread_local std::optional<double> outer_weight;
+// Of the backward that runs within another one.
+thread_local const BackwardWeights::Inside* inside = nullptr;
+
+// True where the backward that runs adds to the gradient of this parameter, which an object was given.
+bool is_owned(const at::Tensor& parameter) {
+  return parameter.requires_grad() && owners().of(parameter) != nullptr && accumulates(parameter);
+}
 
 }  // namespace
 
@@ -82,15 +87,25 @@ void BackwardWeights::add_parameters(const std::vector<at::Tensor>& parameters) 
 }
 
 std::optional<double> BackwardWeights::of_layer(const at::Tensor& parameter) {
-  if (outer_weight) return outer_weight;
-  if (parameter.defined() && parameter.requires_grad()) {
-    if (auto* const owner = owners().of(parameter); owner != nullptr && accumulates(parameter)) {
-      return owner->of_this_backward();
-    }
+  if (inside != nullptr) {
+    if (inside->unknown_) std::rethrow_exception(inside->unknown_);
+    return inside->weight_;
   }
+  if (parameter.defined() && is_owned(parameter)) return owners().of(parameter)->of_this_backward();
+  auto* const first = first_in_graph();
+  return first == nullptr ? std::nullopt : std::optional(first->of_this_backward());
+}
+
+// The first made of the owners of parameters whose gradients the backward that runs adds to; null where there is none.
+BackwardWeights* BackwardWeights::first_in_graph() {
+  thread_local int backward = -1;
+  thread_local BackwardWeights* first = nullptr;
+  const int now = torch::autograd::get_current_graph_task_id();
+  if (now != -1 && now == backward) return first;
+  backward = now;
+  first = nullptr;
   const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (nodes == nullptr) return std::nullopt;
-  BackwardWeights* first = nullptr;
+  if (nodes == nullptr) return nullptr;
   for (auto* const node : *nodes) {
     if (node->sequence_nr() != kAccumulator) continue;
     const auto* const accumulator = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
@@ -99,17 +114,25 @@ std::optional<double> BackwardWeights::of_layer(const at::Tensor& parameter) {
     if (owner == nullptr || !accumulates(accumulator->variable)) continue;
     if (first == nullptr || owner->number_ < first->number_) first = owner;
   }
-  return first == nullptr ? std::nullopt : std::optional(first->of_this_backward());
+  return first;
 }
 
-BackwardWeights::Inside::Inside(const std::vector<at::Tensor>& parameters) : before_(outer_weight) {
-  for (const auto& parameter : parameters) {
-    if (outer_weight) return;
-    auto* const owner = parameter.requires_grad() ? owners().of(parameter) : nullptr;
-    if (owner != nullptr && accumulates(parameter)) outer_weight = owner->of_this_backward();
+BackwardWeights::Inside::Inside(const std::vector<at::Tensor>& parameters) : outer_(inside) {
+  try {
+    if (outer_ != nullptr) {
+      weight_ = outer_->weight_;
+      unknown_ = outer_->unknown_;
+    } else if (const auto own = std::find_if(parameters.begin(), parameters.end(), is_owned); own != parameters.end()) {
+      weight_ = owners().of(*own)->of_this_backward();
+    } else if (auto* const first = first_in_graph()) {
+      weight_ = first->of_this_backward();
+    }
+  } catch (...) {
+    unknown_ = std::current_exception();
   }
+  inside = this;
 }
-BackwardWeights::Inside::~Inside() { outer_weight = before_; }
+BackwardWeights::Inside::~Inside() { inside = outer_; }
 
 std::uint64_t BackwardWeights::next_number() {
   static std::atomic<std::uint64_t> next = 0;

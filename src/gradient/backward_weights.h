@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <optional>
 #include <string>
@@ -46,7 +47,7 @@ class BackwardWeights {
   static std::optional<double> of_layer(const at::Tensor& parameter);
 
   // While it lives, a backward inside of the one that runs, which computes gradients for these parameters, has the
-  // weight of the outer one.
+  // weight of the outer one. Where the outer one's is not known, `of_layer` throws why.
   class Inside {
    public:
     explicit Inside(const std::vector<at::Tensor>& parameters);
@@ -55,7 +56,10 @@ class BackwardWeights {
     Inside& operator=(const Inside&) = delete;
 
    private:
-    const std::optional<double> before_;
+    friend class BackwardWeights;
+    const Inside* const outer_;
+    std::optional<double> weight_;
+    std::exception_ptr unknown_;
   };
 
   // As `from_forwards`, from now on.
@@ -76,6 +80,7 @@ class BackwardWeights {
 
  private:
   static std::uint64_t next_number();
+  static BackwardWeights* first_in_graph();
   double find_weight(int backward);
 
   struct Forward {

@@ -13,7 +13,6 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "ops/watching_hook.h"
 
 namespace lockstep::gradient {
 namespace {
@@ -49,8 +48,8 @@ GradientReducer::GradientReducer(const std::vector<std::string>& names, std::vec
   for (std::size_t i = 0; i < parameters_.size(); ++i) last[parameters_[i].unsafeGetTensorImpl()] = i;
   for (const auto& [parameter, i] : last) distinct_.push_back(i);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    before_accumulation_.push_back(ops::register_hook_beside_others(
-        parameters_[i], [this, i](const at::Tensor& gradient) { return weighed(i, gradient); }));
+    before_accumulation_.push_back(
+        parameters_[i].register_hook([this, i](const at::Tensor& gradient) { return weighed(i, gradient); }));
     after_accumulation_.emplace_back(parameters_[i], [this, i] { on_gradient(i); });
   }
 }

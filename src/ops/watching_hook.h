@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace lockstep::ops {
 
@@ -18,15 +19,11 @@ class WatchingHook final : public torch::autograd::FunctionPreHook {
  public:
   using Watch = std::function<void(const at::Tensor& gradient)>;
 
+  // A leaf's first register_hook drops its other hooks, so that LibTorch's list of hooks is made here.
   static void add(const at::Tensor& leaf, Watch watch) {
-    auto hook = std::make_unique<WatchingHook>(std::move(watch));
-    const bool has_some =
-        torch::autograd::impl::get_autograd_meta(leaf) != nullptr && !torch::autograd::impl::hooks(leaf).empty();
-    if (has_some) {
-      torch::autograd::impl::hooks(leaf).push_back(std::move(hook));
-    } else {
-      torch::autograd::impl::add_hook(leaf, std::move(hook));  // which asserts that there is none yet
-    }
+    const auto* const meta = torch::autograd::impl::get_autograd_meta(leaf);
+    if (meta == nullptr || !meta->cpp_hooks_list_) torch::autograd::impl::create_cpp_hook(leaf);
+    torch::autograd::impl::hooks(leaf).push_back(std::make_unique<WatchingHook>(std::move(watch)));
   }
 
   explicit WatchingHook(Watch watch) : watch_(std::move(watch)) {}
@@ -39,21 +36,55 @@ class WatchingHook final : public torch::autograd::FunctionPreHook {
   Watch watch_;
 };
 
-// As leaf.register_hook, of which LibTorch's first call on a leaf drops the other hooks.
-template <class Hook>
-unsigned register_hook_beside_others(const at::Tensor& leaf, Hook hook) {
-  auto& hooks = torch::autograd::impl::hooks(leaf);
-  auto kept = std::exchange(hooks, {});
-  const auto number = leaf.register_hook(std::move(hook));
-  for (auto& each : kept) hooks.push_back(std::move(each));
-  return number;
-}
+// While it lives, backwards of this thread call no hooks of the leaves' gradients. For a backward inside of another
+// one, which hands its gradients to the outer one's leaves: the hooks are called there.
+class WithoutGradientHooks {
+ public:
+  explicit WithoutGradientHooks(const std::vector<at::Tensor>& leaves) : outer_(std::exchange(innermost(), this)) {
+    for (const auto& leaf : leaves) {
+      if (torch::autograd::impl::get_autograd_meta(leaf) == nullptr) continue;
+      if (auto& hooks = torch::autograd::impl::hooks(leaf); !hooks.empty())
+        hidden_.emplace_back(leaf, std::exchange(hooks, {}));
+    }
+  }
+  ~WithoutGradientHooks() {
+    for (auto& [leaf, hooks] : hidden_) std::swap(torch::autograd::impl::hooks(leaf), hooks);
+    innermost() = outer_;
+  }
+  WithoutGradientHooks(const WithoutGradientHooks&) = delete;
+  WithoutGradientHooks& operator=(const WithoutGradientHooks&) = delete;
 
-// True where a hook may keep or change the leaf's gradient.
+ private:
+  friend bool may_keep_gradient(const at::Tensor& leaf);
+  using Hooks = std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>;
+
+  static WithoutGradientHooks*& innermost() {
+    thread_local WithoutGradientHooks* guard = nullptr;
+    return guard;
+  }
+
+  WithoutGradientHooks* const outer_;
+  std::vector<std::pair<at::Tensor, Hooks>> hidden_;
+};
+
+// True where a hook may keep or change the leaf's gradient, also one that waits for an outer backward.
 inline bool may_keep_gradient(const at::Tensor& leaf) {
-  const auto& hooks = torch::autograd::impl::hooks(leaf);
-  return std::any_of(hooks.begin(), hooks.end(),
-                     [](const auto& hook) { return dynamic_cast<const WatchingHook*>(hook.get()) == nullptr; });
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(leaf);
+  if (meta == nullptr) return false;
+  // One of the hooks calls those of register_hook, which may all have been removed.
+  const auto& list = meta->cpp_hooks_list_;
+  const bool has_list = list != nullptr;
+  if (has_list && std::any_of(list->begin(), list->end(), [](const auto& each) { return each != nullptr; }))
+    return true;
+  const auto others = [](const WithoutGradientHooks::Hooks& hooks) {
+    return std::count_if(hooks.begin(), hooks.end(),
+                         [](const auto& hook) { return dynamic_cast<const WatchingHook*>(hook.get()) == nullptr; });
+  };
+  auto count = others(torch::autograd::impl::hooks(leaf));
+  for (const auto* guard = WithoutGradientHooks::innermost(); guard != nullptr; guard = guard->outer_) {
+    for (const auto& [hidden, hooks] : guard->hidden_) count += hidden.is_same(leaf) ? others(hooks) : 0;
+  }
+  return count > (has_list ? 1 : 0);
 }
 
 }  // namespace lockstep::ops

@@ -263,12 +263,15 @@ TEST(Pipeline, TimelineAgreesWithTheSchedule) {
 
 TEST(Pipeline, CallsHooksOfGradients) {
   collective::on_ranks(1, [&](const Group& group) {
-    torch::nn::Linear layer(3, 4);
-    layer->weight.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
-    Pipeline pipeline({[&] { return layer; }}, group, {.schedule = schedules::zero_bubble, .microbatches = 2});
-    const auto x = torch::randn({4, 3});
-    pipeline.step(x, x, [](const at::Tensor& y, const at::Tensor&) { return y.sum(1).mean(); });
-    EXPECT_TRUE(at::allclose(layer->weight.grad(), 2 * x.mean(0).expand({4, 3}), 1e-5, 1e-6));
+    for (const bool recompute : {false, true}) {
+      torch::nn::Linear layer(3, 4);
+      layer->weight.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
+      Pipeline pipeline({[&] { return layer; }}, group,
+                        {.schedule = schedules::zero_bubble, .microbatches = 2, .recompute = recompute});
+      const auto x = torch::randn({4, 3});
+      pipeline.step(x, x, [](const at::Tensor& y, const at::Tensor&) { return y.sum(1).mean(); });
+      EXPECT_TRUE(at::allclose(layer->weight.grad(), 2 * x.mean(0).expand({4, 3}), 1e-5, 1e-6)) << recompute;
+    }
   });
 }
 

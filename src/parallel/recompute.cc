@@ -16,6 +16,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/context_parallel.h"
 #include "ops/replica_random.h"
+#include "ops/watching_hook.h"
 #include "parallel/gradient_norm.h"
 #include "parallel/in_recompute.h"
 
@@ -83,24 +84,53 @@ class WithModes {
   const std::vector<bool> before_;
 };
 
-// Gives a module's buffers their values back, such as running statistics, which its second forward updates again.
-// Written past autograd's versions: graphs of other forwards may have saved them.
-class KeptBuffers {
+// A buffer that a module's first forward changed, such as running statistics, and its values before.
+struct ChangedBuffer {
+  Tensor buffer, before;
+};
+
+class Buffers {
  public:
-  explicit KeptBuffers(const torch::nn::Module& module) {
-    for (const auto& buffer : module.buffers()) {
-      if (buffer.defined()) kept_.emplace_back(buffer, buffer.detach().clone());
+  explicit Buffers(const torch::nn::Module& module) {
+    for (const auto& buffer : parallel::unique(module.buffers())) {
+      if (buffer.defined()) kept_.push_back({buffer, buffer.detach().clone(), buffer._version()});
     }
   }
-  ~KeptBuffers() {
-    const at::NoGradGuard no_gradient;
-    for (const auto& [buffer, values] : kept_) buffer.data().copy_(values);
+
+  // Not all operators that write tell autograd: native_batch_norm does not.
+  std::vector<ChangedBuffer> changed() const {
+    std::vector<ChangedBuffer> changed;
+    for (const auto& [buffer, before, version] : kept_) {
+      if (buffer._version() != version || !buffer.equal(before)) changed.push_back({buffer, before});
+    }
+    return changed;
   }
-  KeptBuffers(const KeptBuffers&) = delete;
-  KeptBuffers& operator=(const KeptBuffers&) = delete;
 
  private:
-  std::vector<std::pair<Tensor, Tensor>> kept_;
+  struct Kept {
+    Tensor buffer, before;
+    std::int64_t version;
+  };
+  std::vector<Kept> kept_;
+};
+
+// While it lives, a second forward reads and writes copies of the values that the first one began with.
+class AsBeforeForward {
+ public:
+  explicit AsBeforeForward(const std::vector<ChangedBuffer>& changed) {
+    for (const auto& [buffer, before] : changed) {
+      now_.push_back({buffer, buffer.variable_data()});
+      Tensor(buffer).set_data(before.clone());
+    }
+  }
+  ~AsBeforeForward() {
+    for (const auto& [buffer, now] : now_) Tensor(buffer).set_data(now);
+  }
+  AsBeforeForward(const AsBeforeForward&) = delete;
+  AsBeforeForward& operator=(const AsBeforeForward&) = delete;
+
+ private:
+  std::vector<ChangedBuffer> now_;
 };
 
 struct Forward : torch::CustomClassHolder {
@@ -108,6 +138,7 @@ struct Forward : torch::CustomClassHolder {
   internal::ForwardOfModule function;
   std::optional<ForwardState> state;
   std::vector<bool> modes;
+  std::vector<ChangedBuffer> changed;
 
   Tensor operator()(const Tensor& x) const {
     struct Recomputing {
@@ -161,7 +192,9 @@ struct Recompute : torch::autograd::Function<Recompute> {
     context->saved_data["needs_gradient"] = x.requires_grad();
     context->save_for_backward({x});
     const auto before = x._version();
+    const Buffers buffers(*forward->module);
     const auto y = (*forward)(x);
+    forward->changed = buffers.changed();
     if (x._version() != before) {
       throw_for(*forward->module,
                 " changes its input in place, from which its second forward would compute something else: let it "
@@ -181,7 +214,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
                 "'s parameters have changed since its forward, so that its second forward would compute something "
                 "else: change them after the backward");
     }
-    const KeptBuffers kept(*forward->module);
+    const AsBeforeForward as_before(forward->changed);
     auto x = context->get_saved_variables()[0].detach();
     if (needs_gradient) x.requires_grad_();
     Tensor y;
@@ -204,6 +237,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
     }
     check_leaves(*forward->module, y, inputs);
     const gradient::BackwardWeights::Inside inside(parameters);
+    const ops::WithoutGradientHooks no_hooks(parameters);
     auto found =
         torch::autograd::grad({y}, inputs, {gradients[0]}, /*retain_graph=*/std::nullopt, /*create_graph=*/false,
                               /*allow_unused=*/true);

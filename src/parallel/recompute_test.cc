@@ -219,6 +219,48 @@ TEST(Recompute, RunningStatisticsAreUpdatedOnce) {
   for (std::size_t i = 0; i < once.size(); ++i) EXPECT_TRUE(at::equal(again[i], once[i])) << again[i] << once[i];
 }
 
+// A forward that reads buffers and writes them: a running scale, and views of them that are no memory of their own.
+struct RunningScale : torch::nn::Module {
+  RunningScale() {
+    weight = register_parameter("weight", at::arange(1, 4, at::kDouble));
+    scale = register_buffer("scale", at::ones({3}, at::kDouble));
+    mask = register_buffer("mask", at::ones({1}, at::kDouble).expand({2, 3}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto y = x * weight / scale.clone() * mask;
+    scale.copy_(scale * 0.9 + x.detach().abs().mean(0) * 0.1);
+    return y;
+  }
+  at::Tensor weight, scale, mask;
+};
+
+TEST(Recompute, TheSecondForwardHasTheBuffersOfTheFirst) {
+  const auto train = [](bool recomputes) {
+    auto module = std::make_shared<RunningScale>();
+    for (int step = 0; step < 2; ++step) {
+      const auto x = at::arange(6, at::kDouble).view({2, 3}) + step;
+      const auto first = recomputes ? recompute(module, x) : module->forward(x);
+      const auto second = recomputes ? recompute(module, x * 2) : module->forward(x * 2);
+      (first * second).sum().backward();
+    }
+    return std::pair(module->weight.grad(), module->scale);
+  };
+  const auto [once, scale] = train(false);
+  const auto [again, same_scale] = train(true);
+  EXPECT_TRUE(at::equal(again, once)) << again << once;
+  EXPECT_TRUE(at::equal(same_scale, scale));
+}
+
+TEST(Recompute, HooksOfGradientsAreCalledOnce) {
+  auto module = std::make_shared<Scaled>([](at::Tensor&) {});
+  module->weight.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
+  const auto x = at::arange(1, 4, at::kDouble);
+  recompute(module, x).sum().backward();
+  EXPECT_TRUE(at::equal(module->weight.grad(), 2 * x));
+  recompute(module, x).sum().backward();  // the hook is still there
+  EXPECT_TRUE(at::equal(module->weight.grad(), 4 * x));
+}
+
 TEST(Recompute, CannotBeDifferentiatedTwice) {
   RecomputedNet net(true);
   auto x = torch::randn({1, 12, 24}, at::kDouble).requires_grad_();

@@ -16,9 +16,9 @@ Tensor recompute(const std::shared_ptr<torch::nn::Module>& module, const Forward
 }  // namespace internal
 
 // module(x), a module holder or a shared_ptr to a module with `Tensor forward(Tensor)`, of which only x is kept for
-// backward. Its second forward has the random numbers and the modes (train, eval) of the first one, so that it computes
-// the same, and leaves buffers, such as BatchNorm's running statistics, as they were; other state that a module changes
-// in its forward it changes twice. Cannot be differentiated twice. Throws InvalidArgument for a module that changes its
+// backward. Its second forward has the random numbers, the modes (train, eval) and the values of buffers of the first
+// one, so that it computes the same. It leaves buffers, such as BatchNorm's running statistics, as they are; other state
+// that a module changes in its forward it changes twice. Hooks on parameters' gradients are called once. Cannot be differentiated twice. Throws InvalidArgument for a module that changes its
 // input in place; in a backward before which its parameters were changed; and in one of a module that uses another
 // tensor that requires gradients, such as a parameter of another module.
 template <class Holder>
