@@ -129,8 +129,8 @@ class Arguments {
     return option(std::move(name), target, std::move(text));
   }
 
-  // Sets what the arguments name. After --help the program ends with status 0, after an argument that is unknown or
-  // not allowed with a line that names it and status 2.
+  // Sets what the arguments name. After --help the program ends with status 0. After an argument that is unknown or not
+  // allowed the program ends with a line that names the argument, and status 2.
   void parse(int argc, const char* const* argv) {
     try {
       if (read({argv + 1, argv + argc})) return;
@@ -148,8 +148,8 @@ class Arguments {
     return text;
   }
 
-  // The part of parse that does not end the program: returns false after --help, and throws std::invalid_argument for
-  // an argument that is unknown or not allowed.
+  // The part of parse that does not end the program. Returns false after --help. Throws std::invalid_argument for an
+  // argument that is unknown or not allowed.
   bool read(const std::vector<std::string>& arguments) {
     for (std::size_t i = 0; i < arguments.size(); ++i) {
       const auto& argument = arguments[i];

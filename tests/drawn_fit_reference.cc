@@ -69,7 +69,7 @@ bool PlainFits::train_epoch(const DrawnFit& fit, Epoch& sums, bool& stopping) {
   return batch >= steps || stopping;
 }
 
-// Whether a callback stops the training then.
+// True where a callback stops the training then.
 bool PlainFits::end_epoch(const DrawnFit& fit, int number, int epoch, const Epoch& sums) {
   Snapshot now{weights(), {}};
   const auto name = [&](const char* what) { return text(what, "_", phase_, "_", number); };

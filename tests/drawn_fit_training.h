@@ -17,7 +17,7 @@ inline Values values_in(const Archive& archive) {
   return values;
 }
 
-// What one process of a job has seen, and why it ended.
+// One process of a job: the values that it has seen, and why it ended.
 struct Process {
   std::string name;
   std::map<std::array<int, 3>, Snapshot> snapshots;

@@ -24,7 +24,7 @@ struct DrawnStep {
   int logs = -1;                           // this rank alone makes one more forward, whose result it throws away
 };
 
-// What one rank does otherwise than the others, at one step: such a program must end with an error.
+// At one step one rank does this otherwise than the others: such a program must end with an error.
 enum class Odd { nothing, one_backward_more, one_backward_less };
 
 struct DrawnLoop {
@@ -207,7 +207,7 @@ inline double weight_of(const DrawnLoop& loop, const DrawnStep& step, std::size_
                               : static_cast<double>(step.examples.size()) * mine / all;
 }
 
-// What a plain loop over all ranks' examples comes to.
+// The values to which a plain loop over all ranks' examples comes.
 inline Values train_plainly(const DrawnLoop& loop, DrawnNet& net, const DrawnData& data) {
   if (loop.thaws_at >= 0) train_front(*net, false);
   const auto optimizer = make_optimizer(loop, each_once(net->parameters()));

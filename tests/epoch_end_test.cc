@@ -1,4 +1,5 @@
-// What callbacks see and save at the end of an epoch are the weights then, with every strategy: against a plain loop.
+// Callbacks see and save the weights of the epoch's end, with every strategy. The expected weights are those of a plain
+// loop.
 #include <ATen/ATen.h>
 
 #include <atomic>
@@ -71,7 +72,7 @@ class Compare : public Callback {
   int calls_ = 0;
 };
 
-// In each process of the strategy.
+// Runs in each process of the strategy.
 void compare_epochs(const Strategy& strategy, const std::string& folder, const std::string& initial) {
   const auto scope = strategy.scope();
   const auto data = Dataset::from_tensor_slices(inputs(), targets()).batch(kBatch);

@@ -1,4 +1,4 @@
-// What fit, evaluate and predict compute is what a plain loop computes, or is refused.
+// fit, evaluate and predict compute the results of a plain loop, or refuse to.
 #include <ATen/ATen.h>
 #include <torch/nn/modules/linear.h>
 
@@ -61,7 +61,7 @@ TEST(RunningStatistics, CountReplicasByTheExamplesThatTheyHaveSeen) {
     }
     const auto found = saved(model, "batch_normalization.running_mean");
     EXPECT_LT((found - expected.mean()).abs().max().item<double>(), 1e-12) << replicas << " replicas";
-    // What is evaluated is what is saved.
+    // predict uses the statistics that save_weights saves.
     const auto outputs = model.predict(Dataset::from_tensor_slices(x).batch(kBatch));
     const auto copy = fresh_folder("fit_results", "statistics").string() + "/weights";
     model.save_weights(copy);
@@ -89,7 +89,7 @@ struct CountingImpl : torch::nn::Module {
   Tensor batches, fixed, flags;
 };
 
-// As torch's num_batches_tracked: a step counts once, and a replica without examples counts none.
+// torch's num_batches_tracked is such a buffer: a step counts once, and a replica without examples counts none.
 TEST(RunningStatistics, OtherBuffersAreThoseOfTheReplicaThatHasSeenMost) {
   const auto x = waves(5, 4).to(at::kFloat);  // batches of 2, 2 and 1
   const MirroredStrategy strategy(4);

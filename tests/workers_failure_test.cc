@@ -25,7 +25,7 @@ TEST(WorkersDiffer, InTheirModels) {
       "the workers' models differ: worker 0 has dense.weight Float [3, 6], worker 2 has dense.weight Float [4, 6]");
 }
 
-// On every backend, and on workers that have what the most have. None waits for another.
+// All workers throw, on every backend, also those whose value most others have too. None waits for another.
 TEST(WorkersDiffer, InTheShapesThatTheyReduceOrGather) {
   const auto reduce = [](const std::string& backend, auto value) {
     return run_workers({.workers = 3, .replicas = 2, .communication = {.backend = backend}}, [&](const auto& strategy) {
@@ -87,8 +87,8 @@ TEST(WorkersDiffer, InTheirDataAndBatchSizes) {
                  "first batch's contents (hash; set_random_seed makes shuffles equal)");
 }
 
-// Without metrics, evaluating adds up as many numbers as the workers' agreement on whether to go on; with three more it
-// does not.
+// Without metrics, evaluating would add up as many numbers as the workers' agreement on whether to go on. This metric
+// adds three.
 struct ExamplesSeen final : MetricFunction {
   std::string name() const override { return "seen"; }
   std::size_t state_size() const override { return 3; }

@@ -51,8 +51,8 @@ class ReadableFile {
 // file and the reason; the file that was there before is then untouched and nothing is left beside it.
 void write_file_atomically(const std::string& path, std::span<const std::span<const std::byte>> parts);
 
-// Makes `folder` if need be, removes the archives that killed writers have left half written in it, and throws IoError,
-// naming it and the reason, where no file can be written in it.
+// Makes `folder` if need be, and removes the archives that killed writers have left half written in it. Throws IoError,
+// naming the folder and the reason, where no file can be written there.
 void require_writable_folder(const std::string& folder);
 
 // Writes the parts one after the other to a file that is there, and flushes it to the disk. Throws IoError naming it

@@ -35,7 +35,8 @@ std::string with_length(const std::string& header) {
   return length + header;
 }
 
-// Of "kernel" [5, 2] in two files, and of a table in one; returns the files with rows.
+// Writes a checkpoint: the rows of "kernel" [5, 2] in two files, and those of a table beside each. Returns the files
+// with rows.
 std::vector<fs::path> write_in_several_files(const fs::path& folder, const std::string& name) {
   const auto path = (folder / name).string();
   Archive main;

@@ -35,7 +35,8 @@ std::string words_in(int descriptor) {
   return count > 0 ? words.data() : "";
 }
 
-// Throws IoError, naming it, for a symbolic link and for what is no regular file. Not open where the folder is gone.
+// Throws IoError, naming the file, for a symbolic link and for what is no regular file. The result is not open where
+// the folder is gone.
 FileDescriptor open_lock(const std::string& file) {
   FileDescriptor opened(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0644));
   struct stat info {};

@@ -1,4 +1,5 @@
-// Which files are Lockstep's own: a save removes no others. No symbolic link is followed. Any thread.
+// These functions tell which files are Lockstep's own: a save removes no others. No symbolic link is followed. Any
+// thread.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,8 @@ namespace lockstep::checkpoint {
 // A file is written beside its path under the path, this, and random digits.
 inline constexpr const char* kTemporary = ".tmp.";
 
-// Hexadecimal digits; and whether `name` may be some: earlier versions left out zeros at the front.
+// Hexadecimal digits. The second function returns true where `name` may be some: earlier versions left out zeros at the
+// front.
 inline constexpr std::size_t kRandomDigits = 16;
 std::string random_digits();
 bool has_random_form(const std::string& name);
@@ -19,7 +21,7 @@ bool has_random_form(const std::string& name);
 bool is_own_archive(int descriptor);
 bool is_own_archive(const std::filesystem::path& path);  // false also for a symbolic link, and where there is nothing
 
-// Whether there is anything at `path`, be it a symbolic link that leads nowhere. Throws IoError.
+// True where there is anything at `path`, be it a symbolic link that leads nowhere. Throws IoError.
 bool is_taken(const std::filesystem::path& path);
 
 // Removes an archive of Lockstep's own. Where something else is there, it stays, with a warning. Throws IoError.
@@ -28,22 +30,22 @@ void remove_own_archive(const std::filesystem::path& path);
 // Throws IoError, naming what is in the way, where a file of somebody else would be lost at `path`.
 void require_own_archive_or_nothing(const std::filesystem::path& path);
 
-// The same of the file that lists a folder's checkpoints, of which a person may have one of the same name.
+// Throws IoError where `file` is not a list of a folder's checkpoints: a person may have a file of the same name.
 inline constexpr std::size_t kLongestIndex = std::size_t{1} << 26;  // bytes
 void require_index_or_nothing(const std::filesystem::path& file);
 
-// Whether a regular file of this user's is at `path` that is no archive, as a crash of the host may leave one.
+// True where `path` is a regular file of this user's that is no archive, as a crash of the host may leave one.
 bool is_damaged_archive(const std::filesystem::path& path);
 
 // Throws IoError where no file can take the place of what is at `path`: a folder, a device, or a link to one.
 void require_replaceable(const std::string& path);
 
-// Throws InvalidArgument, which begins with `name` and says what to do, where others than this user and root may write
-// in the folder, or have it. `name`: how the user named it.
+// Throws InvalidArgument where others than this user and root own the folder, or may write in it. The text begins with
+// `name`, by which the user named the folder, and says what to do.
 void require_private_folder(const std::string& name, const std::filesystem::path& folder);
 
-// Removes what killed writers have left in the folder of `path`: what has a temporary name of `path`, and archives with
-// temporary names of others that were not written for an hour. What a writer has locked stays.
+// Removes what killed writers have left in the folder of `path`. These are files with a temporary name of `path`, and
+// archives with temporary names of others that nobody has written for an hour. A file that a writer has locked stays.
 void remove_left_overs(const std::filesystem::path& path);
 
 }  // namespace lockstep::checkpoint

@@ -142,7 +142,7 @@ TEST(OwnFiles, WhatAKilledWriterLeftGivesItsPlaceToTheNextSave) {
   }
 }
 
-// Another host's lock may not be seen here.
+// A lock of another host may be unknown here.
 TEST(OwnFiles, WhatAnotherPathsWriterWroteOfLateStays) {
   const auto folder = fresh_folder("own_files", "of_late");
   write_archive((folder / "another").string(), small_archive());

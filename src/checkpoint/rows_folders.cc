@@ -53,8 +53,8 @@ std::vector<std::string> names_in(int folder) {
   return names;
 }
 
-// Locks the folder of a save, so that no process begins to write there. False where one that lives writes there, or
-// may. `had_lock`: whether the lock's file was there before. A full disk has no place for that file.
+// Locks the folder of a save, so that no process begins to write there. False where a living process writes there, or
+// may. `had_lock`: the lock's file was there before. A full disk has no place for that file.
 bool lock_save(int folder, const fs::path& path, bool had_lock, FileDescriptor& lock) {
   constexpr mode_t kMode = 0644;
   lock = FileDescriptor(::openat(folder, kLock, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, kMode));
@@ -102,8 +102,8 @@ bool remove_save(int rows, const fs::path& rows_path, const std::string& name) {
   return false;
 }
 
-// Of the folders in PATH.rows: those that are `listed` in the main file, and those with names that saves give. Returns
-// whether one was removed.
+// Removes the folders in PATH.rows that are `listed` in the main file or have names that saves give, but for those in
+// `kept`. Returns true where one was removed.
 bool remove_saves(int rows, const fs::path& path, const Names& kept, const Names& listed) {
   bool any = false;
   for (const auto& name : names_in(rows)) {
@@ -131,7 +131,7 @@ std::optional<Names> listed_folders(const std::string& path) {
   }
 }
 
-// What saves to `path` have left that were killed before they wrote the main file.
+// Removes the folders of saves to `path` that were killed before they wrote the main file.
 void remove_left_over_saves(const std::string& path) {
   const auto listed = listed_folders(path);
   if (listed || !is_taken(checkpoint_file(path))) remove_saves_but(path, listed.value_or(Names()), {});
@@ -175,7 +175,7 @@ RowsFolder::~RowsFolder() {
 
 void RowsFolder::keep() {
   kept_ = true;
-  // That of another writer, where it was the last to write the main file.
+  // The main file lists another writer's folder where that writer was the last to write it.
   auto kept = listed_folders(path_).value_or(Names());
   kept.insert(name_);
   remove_saves_but(path_, kept, {});

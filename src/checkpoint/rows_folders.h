@@ -1,5 +1,5 @@
-// Where the files with rows of a checkpoint lie, which several processes write: for PATH.safetensors in PATH.rows, each
-// save's in a folder of its own there. Any thread.
+// The folders with the rows of a checkpoint, which several processes write. Those of PATH.safetensors lie in PATH.rows,
+// where each save has a folder of its own. Any thread.
 #pragma once
 
 #include <filesystem>
@@ -13,8 +13,9 @@
 
 namespace lockstep::checkpoint {
 
-// Entries of the main file: "rows/FOLDER/FILE" with the names of the file's tensors, "OBJECT/files" with the place of a
-// checkpoint of its own, and the folder of the files with tables and how many servers have written some.
+// Entries of the main file. "rows/FOLDER/FILE" has the names of the file's tensors, and "OBJECT/files" the place of an
+// object's own checkpoint. The last two have the folder of the files with tables, and how many servers have written
+// some.
 inline constexpr const char* kListedRows = "rows/";
 inline constexpr const char* kListedFiles = "/files";
 inline constexpr const char* kTablesFolder = "servers/tables/folder";
@@ -40,7 +41,8 @@ class RowsFolder {
   const std::string& name() const { return name_; }  // in PATH.rows
   std::filesystem::path folder() const { return rows_folder(path_) / name_; }
 
-  // Once the main file lists what is in it: removes the folders of earlier saves, but what the main file lists.
+  // To be called once the main file lists this folder: removes the folders of earlier saves, but those that the main
+  // file lists.
   void keep();
 
  private:
@@ -52,8 +54,8 @@ class RowsFolder {
 // Removes the folders of saves in PATH.rows, once a main file without rows has taken the place of one with rows.
 void remove_rows(const std::string& path);
 
-// Removes the main file and its rows; does nothing where there are none. What Lockstep did not write stays, with a
-// warning. The second throws IoError.
+// Removes the main file and its rows; does nothing where there are none. Files that Lockstep did not write stay, with a
+// warning. The second function throws IoError.
 void remove_checkpoint(const std::string& path, std::error_code& failed);
 void remove_checkpoint(const std::string& path);
 

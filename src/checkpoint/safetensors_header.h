@@ -33,7 +33,7 @@ std::string print_header(const std::map<std::string, std::string>& entries, cons
                          std::size_t page = 8, std::size_t before = 0);
 void set_checksum(std::string& header, std::uint32_t crc);
 
-// Whether a header's text is of a file that Lockstep wrote.
+// True where a header's text is of a file that Lockstep wrote.
 bool says_own_format(const std::string& header);
 
 // How long the header is of a file that begins with `length` and has `file_bytes`; `file` is for messages. Throws

@@ -26,10 +26,11 @@ void list_rows(Archive& main, const std::string& file, const std::vector<std::st
 struct ListedRows {
   std::int64_t begin = 0, end = 0;
   std::filesystem::path file;
-  std::string name;  // in it
+  std::string name;  // in the file
 };
 
-// [tensor], ascending. Throws DataError where the main file of `path` with these entries lists what cannot be.
+// The rows of each tensor, ascending. Throws DataError where the main file of `path`, which has these entries, lists
+// what cannot be.
 std::map<std::string, std::vector<ListedRows>> listed_rows(const std::string& path,
                                                            const std::map<std::string, std::string>& entries);
 

@@ -1,4 +1,4 @@
-// What a checkpoint holds, in one file or several, without its values in memory.
+// A survey of what a checkpoint holds, in one file or several, without its values in memory.
 #pragma once
 
 #include <filesystem>

@@ -58,7 +58,7 @@ double bus_factor(Kind kind, int ranks) {
   }
 }
 
-// Whether one of the operation's buffers has a part for each rank.
+// True where one of the operation's buffers has a part for each rank.
 bool has_parts(Kind kind) { return bus_factor(kind, 4) == 0.75; }
 
 // Bytes of the smallest buffer that the operation can have: an element, or one for each rank.

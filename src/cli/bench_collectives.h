@@ -27,9 +27,9 @@ struct BenchOptions {
   bool hold_store = false;
 };
 
-// Starts the ranks (as threads for the backend "threads", else as processes of this host) and prints rank 0's table,
-// with a line of JSON at its end. Algorithm bandwidth and bus bandwidth are those of nccl-tests (doc/PERFORMANCE.md
-// there). Returns the exit status: 1 where a result was wrong or a rank failed. Throws InvalidArgument.
+// Starts the ranks: as threads for the backend "threads", else as processes of this host. Prints rank 0's table, with a
+// line of JSON at its end. Algorithm bandwidth and bus bandwidth are those of nccl-tests (doc/PERFORMANCE.md there).
+// Returns the exit status: 1 where a result was wrong or a rank failed. Throws InvalidArgument.
 int bench_collectives(BenchOptions options, std::ostream& out);
 
 }  // namespace lockstep::cli

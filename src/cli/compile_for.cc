@@ -48,7 +48,7 @@ int status_of(const std::vector<std::string>& command) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// "v5e:2x4": a generation, and the chips of each dimension. Which of these there are, libtpu knows.
+// "v5e:2x4": a generation, and the chips of each dimension. Only libtpu knows which of these there are.
 bool is_topology(const std::string& chips) {
   static const std::regex form("v[0-9]+[a-z]*:[1-9][0-9]*(x[1-9][0-9]*)*");
   return std::regex_match(chips, form);

@@ -181,8 +181,8 @@ void require_values(CLI::App& app) {
   for (auto* const command : app.get_subcommands(kEvery)) require_values(*command);
 }
 
-// Names the first argument that the command does not know, with those that may have been meant, or that it lacks one of
-// its commands; empty: neither.
+// A message for the first argument that the command does not know, with those that may have been meant, or for a
+// missing command of its own. Empty: there is neither.
 std::string wrong_argument(const CLI::App& app, const std::string& path, const std::string& program) {
   using lockstep::text, lockstep::join;
   std::vector<std::string> commands, options;
@@ -209,7 +209,7 @@ std::string wrong_argument(const CLI::App& app, const std::string& path, const s
               name, near.empty() ? "" : text(" (near: ", join(near), ")"), usage);
 }
 
-// The same of the command that was named last.
+// A message for the arguments of the command that was named last, as above.
 std::string wrong_argument(const CLI::App& app) {
   const auto* command = &app;
   std::string path = app.get_name();

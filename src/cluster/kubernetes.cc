@@ -34,7 +34,7 @@ int number_of_nodes(const Environment& environment) {
       " --store ", endpoint != nullptr ? endpoint : "HOST:PORT", ", or give as many nodes as the least and the most"));
 }
 
-// What PET_NPROC_PER_NODE asks for beyond this process, which is alone on its node.
+// A warning where PET_NPROC_PER_NODE asks for more than this process, which is alone on its node. Empty: none.
 std::string warning_of_node(const Environment& environment) {
   if (!is_set(environment, "PET_NPROC_PER_NODE")) return "";
   const auto value = text_of(environment, "PET_NPROC_PER_NODE");
@@ -99,7 +99,7 @@ std::optional<Cluster> from_kubeflow(const Environment& environment) {
   return cluster;
 }
 
-// What the plugins env and svc set: https://volcano.sh/en/docs/user-guide/how_to_use_svc_plugin.
+// The plugins env and svc set these variables: https://volcano.sh/en/docs/user-guide/how_to_use_svc_plugin.
 std::optional<Cluster> from_volcano(const Environment& environment, const std::vector<std::string>& names) {
   const auto tasks = tasks_of_volcano(environment, names);
   const char* const index = is_set(environment, "VC_TASK_INDEX") ? "VC_TASK_INDEX" : "VK_TASK_INDEX";
@@ -128,8 +128,8 @@ std::optional<Cluster> from_volcano(const Environment& environment, const std::v
   return cluster;
 }
 
-// What Kubernetes sets: https://kubernetes.io/docs/tasks/job/indexed-parallel-processing-static. It tells a pod its
-// number alone; how many there are, and the Service by which they find each other, the manifest must say.
+// Kubernetes tells a pod its number alone: https://kubernetes.io/docs/tasks/job/indexed-parallel-processing-static. The
+// manifest must say how many pods there are, and the Service by which they find each other.
 std::optional<Cluster> from_indexed_job(const Environment& environment) {
   const char* const name = "JOB_COMPLETION_INDEX";
   if (!is_set(environment, name)) return std::nullopt;

@@ -17,11 +17,13 @@ inline constexpr const char* kStoreOfHost = "store of host ";
 // The entry of each of its stores, the launcher's also: the number of the generation, and for each of its members its
 // name, the address of its host's store and its host, one a line.
 inline constexpr const char* kMembersNow = "members now";
-// How these names begin: "process-RANK" is one with which the job began, "newcomer-RANK-RESTART-..." one that came
-// later. RANK and RESTART are LOCKSTEP_RANK and LOCKSTEP_RESTART of its environment, by which its launcher knows it.
+// These names begin alike. "process-RANK" is a process with which the job began, "newcomer-RANK-RESTART-..." one that
+// came later. RANK and RESTART are LOCKSTEP_RANK and LOCKSTEP_RESTART of its environment, by which its launcher knows
+// it.
 inline constexpr const char *kProcess = "process-", *kNewcomer = "newcomer-";
 
-// Of a process that came to a job and was not taken in, so that its launcher does not start it again: why.
+// The entry in which a process that came to a job says why it was not taken in. Its launcher does not start such a
+// process again.
 std::string key_of_refusal(const std::string& rank, const std::string& restart);
 inline constexpr const char *kDoesNotFit = "it does not fit", *kNobodyIsLeft = "nobody is left to take it in";
 

@@ -142,8 +142,8 @@ std::string describe(const Cluster& cluster) {
   return text(cluster.source, " says rank ", cluster.world.rank, " of ", cluster.world.size);
 }
 
-// What describes the machines and not the processes on them: mpirun under Slurm starts its own daemons as the tasks of
-// a step, and a launcher's ranks count on the hosts of a TPU and in pods.
+// The variables of schedulers describe machines and not the processes on them, so a launcher's count before them. Under
+// Slurm, for example, mpirun starts its own daemons as the tasks of a step.
 std::optional<Cluster> from_scheduler(const Environment& environment, const std::vector<std::string>& names) {
   for (const auto resolver : {cluster::from_slurm, cluster::from_tpu}) {
     if (auto found = resolver(environment)) return found;

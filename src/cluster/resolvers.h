@@ -18,14 +18,15 @@ std::optional<Cluster> from_mpich(const Environment& environment);
 std::optional<Cluster> from_slurm(const Environment& environment);
 std::optional<Cluster> from_tpu(const Environment& environment);
 std::optional<Cluster> from_indexed_job(const Environment& environment);
-// `names`: of all variables, for Volcano's have its tasks' names in theirs.
+// `names`: those of all variables. Volcano's variables have the tasks' names in their own.
 std::optional<Cluster> from_volcano(const Environment& environment, const std::vector<std::string>& names);
 
-// Whether Kubeflow's variables describe this process as the only one of its node: torchrun would have set others too.
+// True where Kubeflow's variables describe this process as the only one of its node: torchrun would have set others
+// too.
 bool is_kubeflow_node(const Environment& environment);
 
-// A process for which no resolver found anything. Throws ClusterError naming a variable that only a process of a job
-// has.
+// The cluster of a process for which no resolver found anything. Throws ClusterError naming a variable that only a
+// process of a job has.
 Cluster alone(const Environment& environment);
 
 inline constexpr std::int64_t kMostRanks = 1'000'000;

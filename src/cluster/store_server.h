@@ -19,8 +19,8 @@ namespace lockstep::cluster {
 // What both ends say first (transport/handshake.h).
 transport::Greeting store_greeting();
 
-// What goes over a connection then, both ways, sealed (transport/seal.h): four bytes of a code, and a packed list of
-// strings. So nobody who stands between the two can change an address that the store tells.
+// After that both ends send sealed frames (transport/seal.h): four bytes of a code, and a packed list of strings. So
+// nobody who stands between the two can change an address that the store tells.
 struct StoreFrame {
   static constexpr std::uint32_t kLongest = 4 << 20;  // of the list
   enum Code : std::uint32_t { set, get, missing, add, compare_set, fail_waiters, set_at_end, done, refused, failed };
@@ -28,7 +28,8 @@ struct StoreFrame {
 };
 std::string seal_frame(transport::Seal& seal, std::uint32_t code, const std::string& packed);
 
-// Of an opened message; `items` is nothing where they are no list of strings. Throws ClusterError without a code.
+// A frame that open_frame has opened; `items` is empty where the rest is no list of strings. open_frame throws
+// ClusterError where there is no code.
 struct OpenedFrame {
   std::uint32_t code;
   std::optional<std::vector<std::string>> items;

@@ -171,8 +171,8 @@ void relay_as_another_user(const std::vector<int>& ports, int to, int told) {
   }
 }
 
-// The two ranks of a job whose ports follow from its name, while a stranger has these of the ports that it can know.
-// What each says, after how many seconds.
+// Runs the two ranks of a job while a stranger has the first `taken` of the ports that follow from the job's name.
+// Returns what the ranks say, and after how many seconds.
 std::pair<std::string, double> met_beside_a_stranger(const std::string& job, int taken) {
   const auto port = [&](int candidate) {
     return 10'000 + static_cast<int>(mix(hash_of(job), static_cast<std::uint64_t>(candidate)) % 20'000);
@@ -213,7 +213,7 @@ TEST(Strangers, ARelayAtAPortThatFollowsFromTheJobsNameIsNotUsed) {
   EXPECT_LT(seconds, 10);
 }
 
-// The others follow from the token.
+// The other ports follow from the token.
 TEST(Strangers, AllPortsThatFollowFromTheJobsNameMayBeTaken) {
   const auto [said, seconds] = met_beside_a_stranger("a job without ports", 8);
   EXPECT_EQ(said, "rank 0 met; rank 1 met; ");

@@ -1,4 +1,5 @@
-// Which parameters DistributedDataParallel averages, and what tells two of them apart; ranks are threads.
+// DistributedDataParallel averages the parameters that it should, and ranks in two of these wrappers are told apart.
+// Ranks are threads.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
@@ -24,7 +25,7 @@ struct Two : torch::nn::Module {
   torch::nn::Linear a = nullptr, b = nullptr, c = nullptr;
 };
 
-// What the ranks threw, one after the other.
+// The errors that the ranks threw, one after the other.
 std::string said_on_ranks(const std::function<void(const Group&)>& body) {
   std::string said;
   for (const auto& error : collective::run_ranks({.group = {.backend = "threads"}}, body))
@@ -89,7 +90,7 @@ TEST(DdpParameters, OneThatTwoWrappersHaveIsRefused) {
   expect_says(said, "the gradients of the parameter \"own\" are taken by another DistributedDataParallel");
 }
 
-// Those of another module, which is trained too, are not this one's.
+// The parameters of another module, which is trained too, are not this one's.
 TEST(DdpParameters, ThoseOfOtherModulesInTheGraphAreNoneOfItsOwn) {
   collective::expect_no_errors(collective::run_ranks({.group = {.backend = "threads"}}, [](const Group& group) {
     auto net = std::make_shared<Two>(), head = std::make_shared<Two>();

@@ -43,7 +43,7 @@ struct Layer {
     return alive == nullptr || alive->is_training();
   }
 
-  // In the backward that runs, a rank's gradients count for so much.
+  // The weight of this rank's gradients in the backward that runs.
   double weight_of_backward(double examples) const {
     const auto own = parameter.lock();
     return gradient::BackwardWeights::of_layer(own ? Tensor(own) : Tensor()).value_or(examples);
@@ -104,9 +104,9 @@ struct LayerHolder : torch::CustomClassHolder {
   std::shared_ptr<const Layer> layer;
 };
 
-// The sum over all ranks. Backward sums the ranks' gradients, each times what counts for it where the parameters'
-// gradients are averaged: in DistributedDataParallel and fully_shard the examples of the backward, with Horovod 1.
-// A rank counts for its examples where nobody is known to average gradients.
+// The sum over all ranks. Backward sums the ranks' gradients, each times the weight that the rank has where the
+// parameters' gradients are averaged. DistributedDataParallel and fully_shard give the examples of the backward,
+// Horovod gives 1. A rank counts for its examples where nobody is known to average gradients.
 struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& values,
                         const c10::intrusive_ptr<LayerHolder>& holder, double examples) {

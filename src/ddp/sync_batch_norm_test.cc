@@ -16,7 +16,7 @@ namespace {
 
 using at::Tensor;
 
-// As PyTorch's SyncBatchNorm, which synchronizes while it trains alone.
+// PyTorch's SyncBatchNorm synchronizes only while it trains, and so does this one.
 template <class BatchNorm>
 void expect_own_statistics_in_eval(BatchNorm norm, const Group& group) {
   convert_sync_batchnorm(*norm, group);
@@ -77,7 +77,7 @@ TEST(SyncBatchNorm, ABackwardThroughTwoForwardsIsThatOfOneProcess) {
   });
 }
 
-// As for an adversarial example, between a forward and its backward.
+// An adversarial example is made so: between a forward and its backward.
 TEST(SyncBatchNorm, ABackwardForAnInputAloneIsNoneOfDistributedDataParallel) {
   collective::on_ranks(2, [&](const Group& group) {
     const auto x = at::sin(at::arange(15, at::kDouble).view({5, 3}) * 0.7);

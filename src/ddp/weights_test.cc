@@ -149,7 +149,7 @@ double gradient_after(const std::shared_ptr<Scale>& net, const Tensor& loss, boo
   return net->weight.grad().item<double>();
 }
 
-// As where batch normalization is frozen.
+// Programs that freeze batch normalization train so.
 TEST(Ddp, BackwardsInEvalModeCountTheirExamples) {
   collective::on_ranks(2, [](const Group& group) {
     auto net = std::make_shared<Scale>();
@@ -233,7 +233,7 @@ TEST(Ddp, WhatWasToldHoldsForAnotherBackwardOfTheSameGraph) {
       const bool first = group.rank() == 0;
       const auto x = batch_of(first ? 6 : 2, first ? 1 : 5);
       const double told = first ? 3 : 0;  // 0 is a number too
-      // Of 8 examples that forwards recorded, or of none, beside those that were told.
+      // The backward has the 8 examples that forwards recorded, or none, beside those that were told.
       const double expected = weighs ? (9 * 1 + 2 * 5) / 11.0 : 1;
       const auto loss = ddp(x).mean();
       ddp.add_examples(told);

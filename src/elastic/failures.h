@@ -17,7 +17,8 @@ namespace lockstep::elastic {
 // Whether the exception is the program's, and not of the job's members or their connections.
 bool is_of_program(const std::exception& error);
 
-// What the exception says, and of members that it names by other numbers than the launcher does, theirs.
+// The exception's text. Where the text names members by other numbers than the launcher does, the launcher's numbers
+// follow.
 std::string describe(const std::exception& error, const Members& members);
 
 // To be called before other members can notice that this one has failed in the section. Does not throw.

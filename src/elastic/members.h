@@ -28,8 +28,9 @@ struct Members {
 // The beginning of a newcomer's name, with its LOCKSTEP_RANK and LOCKSTEP_RESTART; empty where no launcher gave them.
 std::string name_of_newcomer(const std::string& launchers_rank, const std::string& restart);
 
-// For messages that name members by their ranks in this generation: " (rank 1 is the launcher's rank 2)", so that its
-// lines are found in the launcher's output. Empty where the numbers are equal, or the launcher's is not known.
+// Words for a message that names members by their ranks in this generation: " (rank 1 is the launcher's rank 2)". By
+// them a user finds the members' lines in the launcher's output. Empty where the numbers are equal, or the launcher's
+// is not known.
 std::string launchers_ranks(const Members& members, const std::vector<int>& ranks);
 
 // Of a job's first generation, whose processes are on hosts with these names and stores: [rank].

@@ -24,7 +24,7 @@ constexpr const char* kNoJob = "the host of this process does not know of a job 
 
 std::string key_of(std::int64_t place) { return text("newcomer ", place); }
 
-// By which its launcher knows this process; empty where it has none.
+// The numbers by which a launcher knows this process; empty where it has no launcher.
 struct LaunchersNumbers {
   std::string rank, restart;
 };
@@ -206,7 +206,7 @@ void Candidate::enter(const std::vector<std::string>& stores) {
   }
 }
 
-// Tells the launcher, so that this process is not started again.
+// Tells the launcher why, so that the launcher does not start this process again.
 void Candidate::tell_refusal(const char* why) const {
   const auto [rank, restart] = launchers_numbers();
   stores_->here().without_prefix().set(cluster::key_of_refusal(rank, restart), why, here_deadline());

@@ -74,8 +74,8 @@ void GradientReducer::make_views() {
   }
 }
 
-// A later wrapper of the same parameters takes their gradients: one that is made anew in the place of this one, or one
-// of another module that shares a parameter.
+// A later wrapper of the same parameters takes their gradients. It was made anew in the place of this one, or wraps
+// another module that shares a parameter.
 void GradientReducer::require_gradients() const {
   for (const auto i : distinct_) {
     if (after_accumulation_[i].is_in_place()) continue;
@@ -99,8 +99,8 @@ bool GradientReducer::prepare() {
       "train anew");
 }
 
-// Called for each gradient of a backward before it is added to what has accumulated: multiplies it by the backward's
-// weight.
+// Called for each gradient of a backward before it is added to those that have accumulated: multiplies it by the
+// backward's weight.
 at::Tensor GradientReducer::weighed(std::size_t parameter, const at::Tensor& gradient) {
   if (!gradient.defined() || !accumulates(parameters_[parameter]) || !after_accumulation_[parameter].is_in_place())
     return gradient;
@@ -133,8 +133,8 @@ bool GradientReducer::are_cleared() const {
   return last.unsafeGetTensorImpl() != accumulated_.gradient || last._version() != accumulated_.version;
 }
 
-// Sums that a pass left on parameters are the same on all ranks: were they summed again, they would count once a rank.
-// The next pass's are added to them.
+// The sums that a pass left on parameters are the same on all ranks. Were they summed again, they would count once a
+// rank. So the next pass's sums are added to them.
 void GradientReducer::keep_sums() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     auto& gradient = parameters_[i].mutable_grad();

@@ -44,15 +44,15 @@ class GradientReducer {
   void set_sync(bool on) { sync_ = on; }
   bool sync() const { return sync_; }
 
-  // How much this rank's backwards count: by their numbers of examples.
+  // The weights of this rank's backwards, by their numbers of examples.
   BackwardWeights& weights() { return weights_; }
 
-  // As Buckets::name.
+  // The name of its buckets, as Buckets::name.
   const std::string& name() const { return buckets_.name(); }
 
   // Called before each forward. Returns whether the communicator has a new Group; the next pass is then the first.
-  // Throws Error where the last pass failed midway and the Group is still the same, because the ranks are out of step,
-  // and InvalidArgument where a later reducer has taken the gradients of a parameter.
+  // Throws Error where the last pass failed midway and the Group is still the same: the ranks are out of step then.
+  // Throws InvalidArgument where a later reducer has taken the gradients of a parameter.
   bool prepare();
 
   // Called before every pass of this rank's. Where it returns false, backward only accumulates, as with sync off.
@@ -117,7 +117,7 @@ class GradientReducer {
     std::uint32_t version = 0;                  // autograd's, of that gradient then
   };
   Accumulated accumulated_;
-  // With `sum`, [parameter]: what the last pass left as its gradient; and that, while further backwards accumulate.
+  // Used with `sum`, [parameter]: the gradient that the last pass left, and a copy of it while backwards accumulate.
   std::vector<at::Tensor> summed_, kept_;
   int backward_ = -1;  // autograd's number of the last one
 

@@ -13,7 +13,7 @@ namespace lockstep::gradient {
 // `end_pass`. One thread at a time.
 class PassWeights {
  public:
-  // What the weights are of, for messages where ranks' calls differ.
+  // `of`: whose weights they are, for messages where ranks' calls differ.
   void name(const std::string& of) { purpose_ = Purpose("the weights of " + of); }
 
   // Sets this rank's weight, and whether it has gradients at all. They are sent to the others now (`in_background`), or

@@ -11,7 +11,7 @@
 namespace lockstep {
 namespace {
 
-// What each replica counts by in a mean, by the examples that it has seen.
+// Each replica's weight in a mean: the examples that it has seen.
 std::vector<double> weights_of(std::vector<double> seen) {
   const bool none = std::all_of(seen.begin(), seen.end(), [](double examples) { return examples == 0; });
   return none ? std::vector<double>(seen.size(), 1) : seen;
@@ -68,7 +68,7 @@ std::vector<at::Tensor> ReplicatedParameters::average_own_buffers() const {
   return averages;
 }
 
-// In float64, in host memory. A replica with weight 0 does not count, whatever its values are.
+// The sum is of float64, in host memory. A replica with weight 0 does not count, whatever its values are.
 at::Tensor ReplicatedParameters::sum_of_own_buffers(std::size_t index, std::span<const double> weights) const {
   auto sum = at::zeros(buffer(0, index).sizes(), at::kDouble);
   for (int replica = 0; replica < replicas(); ++replica) {

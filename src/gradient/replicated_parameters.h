@@ -153,17 +153,17 @@ class ReplicatedParameters {
   // have different values, but for rounding: each computes its gradient for itself. Collective over all workers.
   void compare_whole_copies() const;
 
-  // Gives the parameters of all replicas replica 0's requires_grad, which rules: users reach replica 0's module alone.
-  // Not while replicas run.
+  // Gives the parameters of all replicas the requires_grad of replica 0, the only one whose module users reach. Not to
+  // be called while replicas run.
   void follow_first_replica();
 
-  // The same, and takes from it which parameters a new optimizer trains.
+  // Does so too, and takes from replica 0 which parameters a new optimizer trains.
   void update_trainable();
 
   // Throws InvalidArgument naming a parameter that requires a gradient, and did not when its optimizer was made.
   void require_known_trainable() const;
 
-  // The parameters that require no gradient now, a line each: what processes must agree on.
+  // The parameters that require no gradient now, a line each. Processes must agree on them.
   std::string describe_frozen() const;
 
   // staged: copies the host's values to the replica's device. Else nothing: the replica reads the host's.
@@ -177,8 +177,8 @@ class ReplicatedParameters {
 
   // The mean of each buffer over the replicas of all workers that train on other examples. A replica counts by the
   // examples that its buffers have seen since all had the same values; where none has seen any, all count alike. Where
-  // the dtype is not floating-point: the value of the first replica among those that have seen most. Not while replicas
-  // run. Collective over these workers.
+  // the dtype is not floating-point, the result is the value of the first replica among those that have seen most. Not
+  // to be called while replicas run. Collective over these workers.
   std::vector<at::Tensor> average_buffers() const;
 
   // The same of this process's replicas alone; not collective.
@@ -191,7 +191,8 @@ class ReplicatedParameters {
   void set_seen(int replica, double examples) { seen_[static_cast<std::size_t>(replica)] = examples; }
   void forget_seen() { seen_.assign(seen_.size(), 0); }  // after all got the same values
 
-  // The same of the replicas of all workers that train on other examples, numbered through. Collective over them.
+  // The examples that the replicas of all workers have seen which train on other examples, numbered through. Collective
+  // over these workers.
   std::vector<double> seen_by_all() const;
 
   // Of a strategy whose replicas run compiled programs: parameters and buffers are variables of its devices from now

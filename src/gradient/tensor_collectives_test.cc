@@ -103,7 +103,7 @@ TEST(TensorCollectives, BadTensorsAreNamed) {
   says([&] { all_to_all(three, at::ones({}), soon()); }, "a multiple of the number of ranks, 3");
 }
 
-// As many elements are not the same tensor.
+// Tensors with as many elements are not the same tensor.
 TEST(TensorCollectives, TensorsOfOtherShapesAreRefused) {
   const auto groups = make_thread_groups(2);
   std::vector<std::string> said(2);

@@ -47,7 +47,7 @@ Caller::Caller(std::string name, parameter_server::FindAddress address, const Ac
       identity_(access),
       reconnect_seconds_(reconnect_seconds) {}
 
-// The channel to where the process answers now. Null where it does not; `problem` then says why.
+// The channel to where the process answers now. Null where the process does not answer; `problem` then says why.
 std::shared_ptr<grpc::Channel> Caller::channel(Deadline deadline, std::string& problem) {
   {
     MutexLock lock(mutex_);

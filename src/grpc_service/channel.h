@@ -11,12 +11,12 @@
 
 namespace lockstep::grpc_service {
 
-// Both ends say this first.
+// Both ends send this greeting first.
 transport::Greeting calls_greeting();
 
-// Connects once. Null where nobody answers at the address and proves that it belongs to the job; `problem` then says
-// why. With certificates TLS takes the place of the handshake, and gRPC connects when the channel is first used. A
-// channel does not connect again: after a call that failed, make another, to where the process answers then.
+// Connects once. Null where nobody at the address proves that it belongs to the job; `problem` then says why. With
+// certificates TLS takes the place of the handshake, and gRPC connects when the channel is first used. A channel does
+// not connect again: after a call that failed, make another one, to where the process answers then.
 std::shared_ptr<grpc::Channel> open_channel(const std::string& address, const Access& access, Deadline deadline,
                                             std::string& problem);
 

@@ -129,8 +129,8 @@ TEST_F(Tls, TheServerWantsACertificateOfItsJob) {
   EXPECT_FALSE(connects(""));
 }
 
-// Strangers who begin the TLS handshake, as many as may be without proof at a time, do not use up the server's
-// descriptors; a process of the job reaches it beside them, and a connection that has made a call stays.
+// As many strangers as may be without proof at a time begin the TLS handshake. They do not use up the server's
+// descriptors, a process of the job reaches it beside them, and a connection that has made a call stays.
 TEST_F(Tls, StrangersHoldABoundedNumberOfConnections) {
   struct Served {
     std::unique_ptr<Endpoint> endpoint;

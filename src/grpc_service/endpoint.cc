@@ -80,14 +80,14 @@ class Service : public grpc::Service {
   AnswerState state_;
 };
 
-// What waits for connections in a thread of its own.
+// A door waits for connections in a thread of its own.
 class Door {
  public:
   virtual ~Door() = default;
 };
 
-// Accepts connections, and gives those to the server whose other end has proved that it belongs to the job. So gRPC
-// neither reads a stranger's bytes nor keeps a descriptor for it.
+// Gives the server those connections whose other end has proved that it belongs to the job. So gRPC neither reads a
+// stranger's bytes nor keeps a descriptor for a stranger.
 class ProvingDoor final : public Door {
  public:
   // The server must have been started, and outlive this object.
@@ -117,7 +117,7 @@ class ProvingDoor final : public Door {
   std::jthread thread_;
 };
 
-// With TLS: gRPC makes the handshake, of a bounded number of connections at a time.
+// The door with TLS: gRPC makes the handshakes, of a bounded number of connections at a time.
 class TlsDoor final : public Door {
  public:
   using ToServer = grpc::experimental::ExternalConnectionAcceptor;

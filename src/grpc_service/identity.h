@@ -1,7 +1,7 @@
-// What every call carries beside its request, so that it is known before anything is read: the caller's version; and
-// with certificates, which may be those of several jobs, a proof that the caller has the job's token. The server has
-// then shown its certificate before it gets the proof. Without certificates the connection is proved
-// (grpc_service/channel.h).
+// Metadata that every call carries beside its request, and that the server checks before it reads anything. It has the
+// caller's version. With certificates, which several jobs may share, it also has a proof that the caller has the job's
+// token; the server has shown its certificate before it gets the proof. Without certificates the connection itself is
+// proved (grpc_service/channel.h).
 #pragma once
 
 #include <grpcpp/client_context.h>

@@ -18,7 +18,7 @@ namespace {
 constexpr std::chrono::seconds kToProve(30), kToBelong(2);
 constexpr std::chrono::milliseconds kToSpeak(100);
 
-// As gRPC names it, but for the brackets of IPv6, which it writes as %5B and %5D.
+// gRPC's name of the other end, but with the brackets of IPv6, which gRPC writes as %5B and %5D.
 std::string peer_of(const FileDescriptor& socket) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
@@ -35,7 +35,7 @@ std::string peer_of(const FileDescriptor& socket) {
   return text("ipv6:[", inet_ntop(AF_INET6, &v6.sin6_addr, host, sizeof host), "]:", ntohs(v6.sin6_port));
 }
 
-// Without the zone of a link-local address, which is "%25eth0".
+// The name with brackets, and without the zone of a link-local address ("%25eth0").
 std::string with_brackets(std::string peer) {
   const auto replace = [&](const std::string& escaped, const char* bracket) {
     const auto at = peer.find(escaped);

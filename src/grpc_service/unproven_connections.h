@@ -14,12 +14,12 @@
 
 namespace lockstep::grpc_service {
 
-// gRPC has them and makes their TLS handshakes. Their number is bounded as transport/acceptor.h bounds those in its
-// handshake, so that strangers, who need no certificate to connect, do not use up this process's descriptors. One
+// gRPC has these connections and makes their TLS handshakes. Their number is bounded, as that of handshakes in
+// transport/acceptor.h. So strangers, who need no certificate to connect, do not use up this process's descriptors. One
 // thread accepts, and calls `add` and `make_room`; any thread may call the others.
 class UnprovenConnections {
  public:
-  // The most at a time.
+  // `most`: so many at a time.
   explicit UnprovenConnections(std::size_t most) : most_(most) {}
 
   // Remembers a connection by a copy of its descriptor, before gRPC gets it.
@@ -28,8 +28,9 @@ class UnprovenConnections {
   // A call from `peer`, as gRPC names it ("ipv4:127.0.0.1:4000"), has proved that it has the token.
   void prove(const std::string& peer);
 
-  // Forgets those that have proved that, or have ended; ends those that have exceeded their time, and, where there are
-  // too many, the oldest that has sent nothing, else the oldest that is slow. False where there is room for none.
+  // Forgets the connections that have proved that, or have ended. Ends those that have exceeded their time. Where there
+  // are too many, ends the oldest that has sent nothing, else the oldest that is slow. False where there is room for
+  // none.
   bool make_room();
 
   bool empty() const;

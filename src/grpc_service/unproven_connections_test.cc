@@ -37,7 +37,7 @@ struct Link {
   }
 };
 
-// Where the server listens, and the address that is dialled.
+// The parameters are the host at which the server listens, and the address that is dialled.
 class Unproven : public testing::TestWithParam<std::pair<std::string, std::string>> {
  protected:
   Link link() const { return Link::make(listener_, GetParam().second); }

@@ -41,7 +41,7 @@ TEST(Differentiable, Allreduce) {
   });
 }
 
-// Of equal sizes, which ranks differentiate in another order.
+// The operations are of equal sizes, and the ranks differentiate them in another order.
 TEST(Differentiable, BackwardsOfOperationsWithNamesAreToldApart) {
   on_ranks(2, [](int rank) {
     const auto x = values(rank).requires_grad_();

@@ -77,7 +77,8 @@ class Session {
   // where a rank has joined and cannot take part.
   std::vector<Announcement> negotiate(const Announcement& mine);
 
-  // In tasks, after negotiate: carries the announced call out. One that was not announced would be refused.
+  // To be called in tasks, after negotiate: carries the announced call out. A call that was not announced would be
+  // refused.
   void carry_out(Call call) const;
 
   // A Communicator of all ranks with a separate Group for `what`. Collective. Not in tasks.

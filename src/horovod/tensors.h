@@ -57,7 +57,7 @@ inline Call with_name(Call call, const std::string& name) {
   return call;
 }
 
-// Where two calls have names, ranks whose backwards come to them in another order are told so.
+// Names tell ranks whose backwards come to two calls in another order.
 inline std::string name_of_backward(const std::string& name) { return name.empty() ? "" : "backward of " + name; }
 
 // How calls are announced.

@@ -79,7 +79,7 @@ class Child {
   // Another host's launcher has said that its ranks have ended.
   void report_end(int status) { reported_status_ = status; }
 
-  // Likewise, before it: that they found no member of an elastic job.
+  // That launcher has said before that its ranks found no member of an elastic job.
   void report_nobody_is_left() { found_nobody_ = true; }
   bool found_nobody() const { return found_nobody_; }
 

@@ -21,7 +21,7 @@ std::string signal_message(int signal);
 std::string ranks_ended_message(int status);
 std::optional<int> status_in(const std::string& line);  // of such a message, without the line's end
 
-// Likewise, before it: the ranks found that no member of the job is left on any host.
+// To the other launcher, before that message: the ranks found that no member of the job is left on any host.
 inline constexpr const char* kNobodyIsLeftMessage = "lockstep part: nobody is left\n";
 
 // After which the other launcher counts as lost. Long, because it may be stopped for a while; its end, and that of the

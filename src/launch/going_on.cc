@@ -147,7 +147,8 @@ bool JobProcesses::is_last_worker(std::size_t index) const {
   return true;
 }
 
-// Why a process that came to the job was not taken in, as it told its launcher.
+// The reason for which a process that came to the job was not taken in, as it told its launcher. Empty where it told
+// none.
 std::string JobProcesses::refusal(std::size_t index) const {
   const auto& child = *children_[index];
   if (!joins(index) || child.was_killed() || !context_.refusal) return {};
@@ -167,10 +168,10 @@ bool JobProcesses::has_member() const {
 }
 
 // True where an elastic job has lost its last member with this process, so that nobody can take in those that wait.
-// Where other launchers run a part of the job, processes that wait find that.
+// Where other launchers run a part of the job, the processes that wait find out.
 bool JobProcesses::is_without_members(std::size_t lost) const {
   if (!limits_.elastic || !context_.has_begun || !context_.has_begun() || has_member()) return false;
-  // Launchers may end in any order: one whose processes found nobody, and one whose host was lost.
+  // The launcher whose processes found nobody and the one whose host was lost may end in any order.
   if (children_[lost]->is_controlled()) {
     return std::any_of(children_.begin(), children_.end(), [](const auto& child) { return child->found_nobody(); });
   }

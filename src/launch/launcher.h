@@ -46,9 +46,10 @@ struct LaunchOptions {
   std::vector<std::string> command;
   std::map<std::string, std::string> environment;  // for ranks on other hosts, beside LOCKSTEP_...
   std::string log_dir;  // each rank's output goes to rank-<n>.log there too, on its host; made where missing
-  // How often the job is started again after a failure; with parameter servers, how often processes of each role are on
-  // each host: workers that failed, servers and the chief where a signal ended them; with min_processes, how often a
-  // process is started in the place of one that failed, to join those that go on, or, where nobody goes on, the job.
+  // How often the job is started again after a failure. With parameter servers: how often processes of each role are on
+  // each host, workers that failed, servers and the chief where a signal ended them. With min_processes: how often a
+  // process is started in the place of one that failed, to join those that go on. Where nobody goes on, a start of the
+  // whole job counts as one.
   int restarts = 0;
   double grace_seconds = 10;     // from SIGTERM to SIGKILL
   bool trusted_network = false;  // as in Access

@@ -43,12 +43,12 @@ class JobProcesses {
     // Whether the other launcher still holds the job's store, although its connection to this one broke.
     std::function<bool()> launcher_lives = {};
 
-    // Why a process that came to an elastic job was not taken in (cluster::key_of_refusal); empty where it was not
-    // refused.
+    // Returns why a process that came to an elastic job was not taken in (cluster::key_of_refusal); empty where it was
+    // not refused.
     std::function<std::string(int rank, const std::string& restart)> refusal = {};
 
-    // Whether the process is among the latest members of an elastic job; also where that is not known.
-    // `joined_at_restart`: of one that came later, its LOCKSTEP_RESTART.
+    // Returns true where the process is among the latest members of an elastic job, and where that is not known.
+    // `joined_at_restart`: the LOCKSTEP_RESTART of a process that came later; empty for others.
     std::function<bool(int rank, const std::string& joined_at_restart)> is_member = {};
 
     // Whether an elastic training has ended without the process that began as `rank`.
@@ -82,8 +82,8 @@ class JobProcesses {
 
   bool failed() const { return first_ != nullptr; }
 
-  // It failed because all members of an elastic job were lost: nobody could take in others. And how many restarts had
-  // been used, without those of processes that were never taken in.
+  // True where the job failed because all members of an elastic job were lost: nobody could take in others. The second
+  // function returns how many restarts had been used, without those of processes that were never taken in.
   bool nobody_is_left() const { return nobody_is_left_; }
   int restarts_used() const { return restarts_used_; }
 

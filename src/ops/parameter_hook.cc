@@ -83,7 +83,7 @@ struct HookedArgument {
   Hooks hooks;
 };
 
-// In WithoutHooks, whose operator has values brought and does nothing else.
+// True in WithoutHooks, whose operator has values brought and does nothing else.
 thread_local bool only_brings_values = false;
 
 std::vector<HookedArgument> find_hooks(const OperatorCall& call) {

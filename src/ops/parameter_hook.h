@@ -14,7 +14,7 @@
 
 namespace lockstep::ops {
 
-// Where an operator takes a tensor: an argument, or an element of one that is a list.
+// The place where an operator takes a tensor: an argument, or an element of an argument that is a list.
 struct ArgumentPlace {
   std::size_t index = 0;
   std::optional<std::size_t> element = {};
@@ -37,7 +37,8 @@ class OperatorCall {
   // The argument of that name, or none.
   std::optional<c10::IValue> named(const char* name) const;
 
-  // The operator makes each element of its result from the elements at the same place, by LibTorch's own word.
+  // True where the operator makes each element of its result from the elements at the same place, as LibTorch's tags
+  // say.
   bool is_pointwise() const;
 
   // Whether the operator changes the argument in place.
@@ -59,7 +60,7 @@ class OperatorCall {
   // Leaves `result` in the place of the arguments.
   void finish(at::Tensor result) const;
 
-  // The one result, after again().
+  // The only result, after again().
   at::Tensor result() const { return stack_.back().toTensor(); }
   void set_result(at::Tensor result) const { stack_.back() = std::move(result); }
 
@@ -88,7 +89,7 @@ class ParameterHook {
   virtual bool run(const OperatorCall& /*call*/, std::size_t /*i*/) { return false; }
 
   // Last, where no hook has carried out the operator: the hook may replace the argument at `place`, which may be an
-  // element of a list. Or it carries out the operator, and returns true.
+  // element of a list. The hook may also carry out the operator, and return true.
   virtual bool otherwise(const OperatorCall& /*call*/, const ArgumentPlace& /*place*/) { return false; }
 };
 
@@ -127,8 +128,9 @@ bool has_values(const at::Tensor& parameter);
 // Whether this thread is in a backward.
 bool in_backward();
 
-// For code that reads a parameter's memory itself: its values are there, as for an operator that reads it, and while
-// this lives operators of this thread do not go through hooks: they see a divided parameter's part.
+// Code that reads a parameter's memory itself makes one first: the parameter's values are then there, as for an
+// operator that reads it. While this lives, operators of this thread do not go through hooks: they see a divided
+// parameter's part.
 class WithoutHooks {
  public:
   explicit WithoutHooks(const at::Tensor& parameter);

@@ -1,5 +1,5 @@
-// LibTorch's threads of a process that is limited to its share of the cores: tests that change their own process, each
-// run in one of its own.
+// LibTorch's threads of a process that is limited to its share of the cores. The tests change their process, so each
+// runs in a process of its own.
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 

@@ -130,7 +130,7 @@ TEST(ContextParallel, TrainsAsOneProcess) {
   }
 }
 
-// What both ranks throw, where rank 0 calls `first` and rank 1 `second`.
+// The texts that both ranks throw, where `act` does other things on rank 0 than on rank 1.
 std::string said_by_both(const std::function<void(const Communicator& ranks, bool is_first)>& act) {
   const auto errors = collective::run_ranks(
       {.group = {.backend = "tcp"}}, [&](const Group& group) { act(Communicator(group, 30), group.rank() == 0); });
@@ -142,7 +142,7 @@ std::string said_by_both(const std::function<void(const Communicator& ranks, boo
   return said;
 }
 
-// All have the same sizes: mixed, a rank would attend to the keys of another layer.
+// All attentions have the same sizes: mixed, a rank would attend to the keys of another layer.
 TEST(ContextParallel, RanksInAnotherAttentionAreToldWhich) {
   const auto x = torch::randn({2, 3, 4, 5}, at::kDouble).requires_grad_();
   const auto by_purpose = said_by_both([&](const Communicator& ranks, bool is_first) {

@@ -5,9 +5,9 @@
 
 namespace lockstep::parallel {
 
-// Where a batch is divided into `parts` of examples, means over the labels of each make up the batch's only where each
-// has its share of the labels that are not -100, LibTorch's ignore_index. Throws InvalidArgument else. Examines labels
-// of int64 alone.
+// Throws InvalidArgument where means over the labels of `parts` of a batch do not make up the batch's mean. They do
+// where each part has its share of the labels that are not -100, LibTorch's ignore_index. Only labels of int64 are
+// examined.
 void check_labels_count_alike(const char* caller, const Tensor& target, std::int64_t parts);
 
 }  // namespace lockstep::parallel

@@ -129,7 +129,8 @@ EmbeddingCall embedding_call(const ops::OperatorCall& call) {
           call.argument(4).toBool()};
 }
 
-// As an embedding whose rows are a linear layer's outputs or, row-parallel, whose features are its inputs.
+// Looks up rows of a linear layer's weight. The rows are the layer's outputs; row-parallel, its inputs are the
+// features.
 Tensor embed_with_linear(const std::string& layer, const ColwiseParallel&, const Communicator& ranks,
                          const EmbeddingCall& call) {
   return embed(layer, RowwiseParallel(), ranks, call);
@@ -139,7 +140,8 @@ Tensor embed_with_linear(const std::string& layer, const RowwiseParallel&, const
   return embed(layer, ColwiseParallel{.output = Replicate()}, ranks, call);
 }
 
-// As a linear layer to logits: each rank has some of the classes, or of the features.
+// Multiplies by an embedding's weight as a linear layer to logits: each rank has some of the classes, or of the
+// features.
 std::optional<Tensor> tied_head(const std::string& layer, const RowwiseParallel& style, const Communicator& ranks,
                                 LinearCall call) {
   if (!is_whole(style.output)) return {};  // whether x is divided too is not known here

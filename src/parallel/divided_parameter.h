@@ -41,15 +41,15 @@ class PartialParameter : public ops::ParameterHook, public gradient::ParameterPa
   const Communicator ranks_;
 };
 
-// Of which module and parameter, and why, for messages.
+// The module, the parameter and the reason of a division, for messages.
 struct DividedFor {
   std::string layer;      // the module's name
   std::string parameter;  // such as "blocks.0.up.weight"
   std::string style;      // such as "ColwiseParallel"
 };
 
-// Of a parameter of the style Shard: the module's operators take the part. Of a layer's parameter: others than the
-// layer's take the whole. Threads may share a hook.
+// The hook of a divided parameter. Of a parameter of the style Shard the module's operators take the part; of a layer's
+// parameter others than the layer's take the whole. Threads may share a hook.
 class DividedParameter : public PartialParameter {
  public:
   // `whole`: the parameter, before it is divided.
@@ -72,12 +72,12 @@ class DividedParameter : public PartialParameter {
   // have it as one dimension, or does not tell it from another.
   std::optional<std::int64_t> divided_dim(const Tensor& view) const;
 
-  // The whole of a view, in autograd, for work that all ranks make alike; and this rank's part of what is divided like
-  // the parameter, along `dim`.
+  // The first function returns the whole of a view, in autograd, for work that all ranks make alike. The second one
+  // returns this rank's part of a tensor that is divided like the parameter, along `dim`.
   Tensor whole_for_all(const Tensor& view, std::int64_t dim) const;
   Tensor part_along(const Tensor& whole, std::int64_t dim) const;
 
-  // Once for each operator.
+  // Warns once for each operator.
   void warn_of_gathering(const std::string& op) const;
 
  private:
@@ -88,7 +88,7 @@ class DividedParameter : public PartialParameter {
   mutable std::set<std::string> warned_ LOCKSTEP_GUARDED_BY(mutex_);  // of these operators
 };
 
-// Of a layer's parameter, whose operators are known.
+// The hook of a layer's parameter, whose operators are known.
 class DividedLayer : public DividedParameter {
  public:
   using DividedParameter::DividedParameter;
@@ -99,8 +99,9 @@ class DividedLayer : public DividedParameter {
 std::shared_ptr<const DividedParameter> division_of(const Tensor& parameter);
 std::shared_ptr<const PartialParameter> partial_of(const Tensor& parameter);
 
-// Of a linear layer's weight [outputs, inputs]: makes the layer's product with the part, and communicates. Where no
-// style of an embedding shares the weight, looks up rows of it as one. `Style`: ColwiseParallel or RowwiseParallel.
+// The hook of a linear layer's weight [outputs, inputs]: makes the layer's product with the part, and communicates.
+// Where no style of an embedding shares the weight, the hook also looks up its rows, as an embedding. `Style`:
+// ColwiseParallel or RowwiseParallel.
 template <class Style>
 class DividedLinear final : public DividedLayer {
  public:
@@ -126,8 +127,8 @@ class DividedBias final : public DividedLayer {
   const bool output_is_whole_;
 };
 
-// Of an embedding's weight [ids, features]. Where no style of a linear layer shares it, also the weight of one to
-// logits, a tied head.
+// The hook of an embedding's weight [ids, features]. Where no style of a linear layer shares the weight, it may also be
+// that of a linear layer to logits, a tied head.
 template <class Style>
 class DividedEmbedding final : public DividedLayer {
  public:
@@ -140,8 +141,8 @@ class DividedEmbedding final : public DividedLayer {
   const Style style_;
 };
 
-// Of the weight of a linear layer that all ranks compute whole, and each uses for its part: gradients of the output are
-// summed.
+// The hook of the weight of a linear layer that all ranks compute whole, and each uses for its part: gradients of the
+// output are summed.
 class SharedLinear final : public ops::ParameterHook {
  public:
   SharedLinear(std::string layer, const Tensor& weight, const ReplicateParallel& style, Communicator ranks);

@@ -26,7 +26,7 @@ std::array<double, 2> norm_and_sum(const Tensor& gradient) {
   return {gradient.norm(2, at::kDouble).item<double>(), gradient.sum(at::kDouble).item<double>() / root};
 }
 
-// Of gradients that are no copies of each other the norms agree to fewer digits.
+// The norms of gradients that are no copies of each other agree to fewer digits.
 constexpr double kSame = 1e-6;
 
 // The second number tells equal values at other places from those at the same.

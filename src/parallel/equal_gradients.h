@@ -11,12 +11,12 @@
 
 namespace lockstep::parallel {
 
-// Collective. Throws InvalidArgument on all ranks where their gradients differ, by their norms and sums. `whose`, for
-// the message: "of up.weight".
+// Throws InvalidArgument on all ranks where the norms or sums of their gradients differ. `whose`, for the message: "of
+// up.weight". Collective.
 void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, const std::string& whose);
 
-// From now on backwards compare the gradients of the parameter, which all ranks have whole: the first, second, fourth,
-// eighth and so on, so that it costs nothing.
+// From now on backwards compare the gradients of the parameter, which all ranks have whole. Only the first, second,
+// fourth, eighth and so on do so, which costs next to nothing.
 void watch_gradients(const Tensor& parameter, const std::string& name, const Communicator& ranks);
 
 // Looks now and then at the gradients of what each rank is to use for its own part of the activations.
@@ -25,9 +25,10 @@ class PartialGradients {
   // `whose`: "of norm.weight"; `remedy`: what to do where the ranks do not have parts.
   PartialGradients(std::string whose, std::string remedy, const Communicator& ranks);
 
-  // The same tensor, which an operator uses with `input`. The backward of the first, second, fourth, eighth use and so
-  // on throws InvalidArgument, on all ranks, where all have the same gradient, not zero, and the same input, where one
-  // is given: then each has used the value for the whole, and a sum would count it often.
+  // Returns `used`, which an operator uses with `input`. The backward of the first, second, fourth, eighth use and so
+  // on compares its gradient, and the input where one is given. It throws InvalidArgument, on all ranks, where both are
+  // the same everywhere and the gradient is not zero: then each rank has used the value for the whole, and a sum would
+  // count it often.
   Tensor watched(const Tensor& used, const Tensor& input = {}) const;
 
  private:

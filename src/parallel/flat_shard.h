@@ -30,7 +30,7 @@ class FlatShard {
   FlatShard(const FlatShard&) = delete;
   FlatShard& operator=(const FlatShard&) = delete;
 
-  // What its calls are for, in messages, such as "unit "blocks.0" of fully_shard 1". The same on all ranks.
+  // `of`: whose its calls are, for messages, such as "unit "blocks.0" of fully_shard 1". All ranks give the same words.
   void name_purposes(const std::string& of);
 
   const std::vector<std::string>& names() const { return names_; }
@@ -41,7 +41,7 @@ class FlatShard {
   const Tensor& shard(std::size_t i) const { return shards_[i]; }
   std::int64_t own_elements() const { return part_; }
 
-  // Whether the parameters were trained when they were divided, and are summed since.
+  // True where the parameters were trained when they were divided: only then their gradients are summed.
   bool is_trained() const { return is_trained_; }
 
   // Throws InvalidArgument where a parameter that was frozen is to be trained now, which is not possible.
@@ -57,8 +57,8 @@ class FlatShard {
   void start_gather();
   void finish_gather();
 
-  // From now on operators that write a shard, or a tensor that shares its memory, such as shard.data(), are counted in
-  // `writes`.
+  // From now on `writes` counts the operators that write a shard, or a tensor that shares its memory, such as
+  // shard.data().
   void count_writes(const std::shared_ptr<std::atomic<std::int64_t>>& writes);
 
   // Throws Error where the values are there, and shards have changed since. Looks at each shard.

@@ -1,10 +1,10 @@
-// Whether a forward is one of recompute.
+// Tells modules that a forward is one of recompute.
 #pragma once
 
 namespace lockstep::parallel {
 
-// In this thread, during the first forward of recompute, of which no graph is kept, and during the second one, in
-// backward. What such a forward leaves in the module's members has no gradient.
+// True in this thread during the first forward of recompute, of which no graph is kept, and during the second one, in
+// backward. Tensors that such a forward leaves in the module's members have no gradient.
 bool in_recompute();
 
 }  // namespace lockstep::parallel

@@ -192,8 +192,8 @@ void LayerMeasurements::count(const LayerDivision& division, const std::set<std:
   if (found.refused.empty() && division.sharding == Sharding::none) count_bytes(found, division.tensor, measured);
 }
 
-// What one rank refuses, all do: an error may be of this rank alone, as where memory is short. Each layer's input is
-// made by layers that have other values on each rank, but ranks of a tensor group compute with the same.
+// All ranks refuse what one refuses: an error may be of one rank alone, as where memory is short. Layers have other
+// values on each rank, so a layer's input differs too; but ranks of a tensor group compute with the same input.
 LayerKinds LayerMeasurements::find(int tensor) const {
   auto found = find_kinds(input_, tensor);
   for (const auto& refused : links_.all().all_gather(found.refused)) {

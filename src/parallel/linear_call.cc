@@ -6,7 +6,7 @@
 namespace lockstep::parallel {
 namespace {
 
-// Of the parameter's memory, or of a copy's.
+// True where both view the same elements, of the parameter's memory or of a copy's.
 bool is_same_view(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && a.strides() == b.strides() &&
          (a.storage_offset() == b.storage_offset() || !a.is_alias_of(b));

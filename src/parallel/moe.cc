@@ -125,7 +125,7 @@ const MoEOptions& checked(const MoEOptions& options, const Communicator& ranks) 
   return options;
 }
 
-// Whose calls are for one layer. All ranks make theirs in one order.
+// The result's calls are for one layer. All ranks make their layers in one order.
 Communicator named(const Communicator& ranks) {
   if (ranks.size() == 1 || ranks.purpose().told()) return ranks;
   return ranks.with_purpose(Purpose(text("MoE ", ranks.group().next_number() + 1)));

@@ -27,7 +27,7 @@ bool has(const Names& names, const OperatorCall& call) {
 
 bool begins_with(const OperatorCall& call, std::string_view name) { return call.name().rfind(name, 0) == 0; }
 
-// They read no values. What they make has the part's shape.
+// Operators that read no values. Their results have the part's shape.
 bool reads_no_values(const OperatorCall& call, const ArgumentPlace& place) {
   static const Names of_shapes{"_has_compatible_shallow_copy_type",
                                "set_",
@@ -68,7 +68,7 @@ bool reads_no_values(const OperatorCall& call, const ArgumentPlace& place) {
   return has(of_shapes, call) || (place.index > 0 && has(of_others_like_it, call));
 }
 
-// Views in which the divided dimension is one still.
+// Views that keep the divided dimension.
 bool is_plain_view(const OperatorCall& call) {
   static const Names views{"alias",    "detach",  "detach_", "t",        "transpose", "permute",  "movedim",
                            "moveaxis", "numpy_T", "mT",      "swapaxes", "swapdims",  "unsqueeze"};
@@ -81,7 +81,7 @@ bool is_copy(const OperatorCall& call) {
   return has(copies, call);
 }
 
-// Beside those that LibTorch calls pointwise.
+// `others`: beside those that LibTorch calls pointwise.
 bool is_elementwise(const OperatorCall& call) {
   static const Names others{"copy_",  "fill_",       "zero_", "masked_fill_", "masked_fill", "lerp_", "lerp",
                             "clamp_", "nan_to_num_", "equal", "allclose",     "isclose",     "relu_", "hardtanh_"};
@@ -123,12 +123,13 @@ bool draws(const OperatorCall& call) {
   return begins_with(call, "aten::rand") || call.schema().argumentIndexWithName("generator").has_value();
 }
 
-// A number of the program, and no tensor of it: what is made with such a tensor is whole, whether it is trained or not.
+// True for a number that the program wrote. A scalar tensor of the program is none: results with it are whole, trained
+// or not.
 bool is_number(const Tensor& tensor) {
   return !tensor.defined() || (tensor.dim() == 0 && tensor.unsafeGetTensorImpl()->is_wrapped_number());
 }
 
-// Tensors of one dimension or more, parameters among them.
+// True where the operator takes another tensor than a number, parameters among them.
 bool has_other_operands(const OperatorCall& call, const ArgumentPlace& place) {
   for (std::size_t i = 0; i < call.arguments(); ++i) {
     if (i == place.index) continue;
@@ -185,13 +186,13 @@ class OtherOperator {
   }
 
  private:
-  // Whether strides, by which the divided dimension is found, are others in the result: of w.t().contiguous().
+  // True where the result has other strides, by which the divided dimension is found: as of w.t().contiguous().
   bool copies_other_order() const { return is_copy(call_) && place_.index == 0 && !value_.is_contiguous(); }
 
   bool is_trained() const { return at::GradMode::is_enabled() && value_.requires_grad(); }
 
-  // Whether the operator takes no more than the shape of it, for another tensor: then that is the whole's, where the
-  // other is not of the part.
+  // True where the operator takes only the argument's shape, for another tensor. Where the other tensor is not of the
+  // part, the operator gets the shape of the whole.
   bool gives_shape() const {
     static const Names like_it{"view_as", "reshape_as", "expand_as"};
     if (place_.index != 1 || !has(like_it, call_)) return false;
@@ -209,7 +210,7 @@ class OtherOperator {
     return dim >= 0 && other.size(dim) == value_.size(*dim_);
   }
 
-  // Whether the result goes into a tensor of the part's shape.
+  // True where the result goes into a tensor of the part's shape.
   bool writes_part() const {
     for (std::size_t i = 0; i < call_.arguments(); ++i) {
       if (i != place_.index && call_.writes(i) && call_.tensor(i).sizes() == value_.sizes()) return true;
@@ -217,7 +218,7 @@ class OtherOperator {
     return false;
   }
 
-  // Whether there is such an operand that is no parameter with hooks, nor a scalar.
+  // True where an operand meets the condition that is neither a parameter with hooks nor a number.
   template <class Condition>
   bool any_other(const Condition& condition) const {
     for (std::size_t i = 0; i < call_.arguments(); ++i) {
@@ -234,7 +235,7 @@ class OtherOperator {
 
   static bool is_other(const Tensor& tensor) { return !is_number(tensor) && ops::hooks_of(tensor).empty(); }
 
-  // Such as slices, along another dimension than the divided one.
+  // Views, such as slices, along another dimension than the divided one.
   bool is_view_of_other_dimensions() const {
     static const Names views{"slice",        "select", "narrow", "split",    "split_with_sizes",
                              "tensor_split", "chunk",  "unbind", "unflatten"};
@@ -299,7 +300,7 @@ class OtherOperator {
     call_.replace(place_, std::move(whole));
   }
 
-  // In place. Operands that are whole are divided for it.
+  // Carries out an operator in place, and divides operands that are whole for it.
   bool write() const {
     if (draws(call_)) refuse_draws();
     if (begins_with(call_, "aten::_foreach_") || begins_with(call_, "aten::_fused_")) return false;

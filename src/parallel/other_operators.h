@@ -1,5 +1,6 @@
 // Operators on a divided parameter that its layer's style does not know. They act on the parts where these give parts
-// of what one process would compute, and else on the whole, which is gathered; what can be neither is refused.
+// of what one process would compute. Else they act on the whole, which is gathered. Operators that can do neither are
+// refused.
 #pragma once
 
 #include "ops/parameter_hook.h"
@@ -18,15 +19,15 @@ enum class OtherOperators {
 bool run_other_operator(const DividedParameter& parameter, OtherOperators see, const ops::OperatorCall& call,
                         const ops::ArgumentPlace& place);
 
-// Whether the operator takes the one tensor, and no other but numbers; and what makes of it is pointwise or a copy, or
-// a sum or norm of all.
+// True where the operator takes this tensor and no other but numbers, and is pointwise, a copy, or a sum or norm of all
+// elements.
 bool is_of_it_alone(const ops::OperatorCall& call, const ops::ArgumentPlace& place);
 
 // Carries out an operator of it alone that is pointwise or a copy, and returns true: the result goes through hooks as
-// the argument does. Else returns false.
+// the argument does. Returns false for other operators.
 bool keeps_hooks(const ops::OperatorCall& call, const ops::ArgumentPlace& place);
 
-// Whether another operand is as large as this rank's part along the divided dimension, the last one of both.
+// True where another operand is as large as this rank's part along the divided dimension, the last one of both.
 bool is_part_of_outputs(const ops::OperatorCall& call, const Tensor& part);
 
 }  // namespace lockstep::parallel

@@ -135,7 +135,7 @@ SplitPlan plan_parallel(const std::vector<PipelineStage>& layers, const Tensor& 
   parallel::Profile profile;
   mesh.ranks().abort_on_error([&] {
     const auto named = numbered(layers);
-    // On all ranks, as those of a tensor group have them.
+    // All ranks get one rank's batch, as those of a tensor group have it.
     const auto same_x = x.clone(at::MemoryFormat::Contiguous), same_target = target.clone(at::MemoryFormat::Contiguous);
     broadcast(mesh.ranks(), {same_x, same_target});
     profile = measure_profile({named, same_x, same_target, loss, options, fewest}, needs, links);

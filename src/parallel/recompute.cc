@@ -56,7 +56,7 @@ class ForwardState {
 
 thread_local bool recomputing = false;
 
-// Which of a module's parts train: train() and eval() may be called between a forward and its backward.
+// The parts of a module that train: train() and eval() may be called between a forward and its backward.
 std::vector<bool> modes_of(const torch::nn::Module& module) {
   std::vector<bool> modes;
   for (const auto& part : module.modules()) modes.push_back(part->is_training());
@@ -148,7 +148,7 @@ struct Forward : torch::CustomClassHolder {
     return function(*module, x);
   }
 
-  // One that several layers share, or that is registered twice, once.
+  // Each parameter once, also where several layers share it, or it is registered twice.
   std::vector<Tensor> parameters() const { return parallel::unique(module->parameters()); }
 
   // Changes with every operator that writes a parameter.

@@ -117,7 +117,7 @@ struct Scaled : torch::nn::Module {
   const std::function<void(at::Tensor&)> change_;
 };
 
-// Its second forward would begin with what the first one left.
+// The second forward would begin with the values that the first one left.
 TEST(Recompute, RefusesAModuleThatChangesItsInput) {
   const auto x = at::arange(1, 4, at::kDouble);
   for (const std::function<void(at::Tensor&)>& change :
@@ -166,7 +166,7 @@ TEST(Recompute, CountsASharedLayerOnce) {
   EXPECT_TRUE(at::allclose(net->first->weight.grad(), expected));
 }
 
-// As a module of frozen layers, or one that is not used.
+// Such a module has frozen layers, or layers that are not used.
 TEST(Recompute, AModuleMayUseNoneOfItsParameters) {
   struct Passes : Scaled {
     Passes() : Scaled([](at::Tensor&) {}) {}
@@ -187,7 +187,7 @@ TEST(Recompute, RefusesParametersOfOtherModules) {
               "uses a tensor of shape [3] that requires gradients and is neither its input nor one of its parameters");
 }
 
-// As where a loss of training is kept while the module predicts.
+// Programs do so that keep a loss of training while the module predicts.
 TEST(Recompute, TheSecondForwardHasTheModeOfTheFirst) {
   torch::nn::Sequential module(torch::nn::Linear(4, 4), torch::nn::Dropout(0.5));
   const auto x = at::ones({3, 4});

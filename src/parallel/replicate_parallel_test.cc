@@ -68,7 +68,7 @@ TEST(ReplicateParallel, TrainsSharedKeysAndValuesAsOneProcess) {
   });
 }
 
-// Of a linear loss all ranks have the same gradient of a bias, of the same parts of the sequence.
+// With a linear loss all ranks have the same gradient of the bias, though their parts of the sequence differ.
 TEST(SequenceParallel, MayHaveALinearLoss) {
   const auto x = ripples({2, 6, 4}, 0.4);
   torch::nn::Sequential whole{torch::nn::Linear(4, 4)};

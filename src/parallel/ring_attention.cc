@@ -56,7 +56,7 @@ class Ring {
 // The dtype of scores and of sums over parts: float32 for 16 bits, as in kernels for one device.
 at::ScalarType sum_type(const Tensor& x) { return at::toOpMathType(x.scalar_type()); }
 
-// Which would compute products of float32 in 16 bits.
+// Turns autocast off, which would compute products of float32 in 16 bits.
 struct WithoutAutocast {
   const c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
@@ -66,10 +66,10 @@ struct Attention {
   bool is_causal;
   double scale;
 
-  // Whether this rank's queries see the keys of a rank.
+  // True where this rank's queries see the keys of rank `owner`.
   bool sees(int owner) const { return !is_causal || owner <= ranks->rank(); }
 
-  // Of tensors of sum_type.
+  // The scores of queries and keys of sum_type.
   Tensor scores(const Tensor& query, const Tensor& key, int owner) const {
     auto scores = at::matmul(query, key.transpose(-2, -1)).mul_(scale);
     if (is_causal && owner == ranks->rank()) {

@@ -225,7 +225,7 @@ double squares_of(const std::vector<at::Tensor>& parameters) {
   return sum;
 }
 
-// Whether in eval(), after a forward that nothing came of, or inside a tuple.
+// So it is in eval(), after a forward whose result is thrown away, and with inputs in a tuple.
 TEST(ShardedUnits, BackwardsCountTheExamplesOfTheForwardsTheyGoThrough) {
   Net whole;
   whole(examples()).pow(2).mean().backward();
@@ -254,7 +254,7 @@ TEST(ShardedUnits, BackwardsCountTheExamplesOfTheForwardsTheyGoThrough) {
   });
 }
 
-// Where an operator changed the shards.
+// An operator changes the shards after the values were gathered.
 TEST(ShardedUnits, OldValuesAreRefused) {
   collective::on_ranks(2, [&](const Group& group) {
     Net net;
@@ -270,7 +270,7 @@ TEST(ShardedUnits, OldValuesAreRefused) {
   });
 }
 
-// Equal sizes: mixed, they would compute with each other's parameters.
+// The units have equal sizes: mixed, ranks would compute with each other's parameters.
 TEST(ShardedUnits, RanksInAnotherUnitAreToldWhich) {
   const auto errors = collective::run_ranks({.group = {.backend = "threads"}}, [](const Group& group) {
     Net net;
@@ -359,7 +359,7 @@ TEST(ShardedUnits, RefusesToTrainWhatWasFrozen) {
   });
 }
 
-// Of a step of several backwards, as a pipeline's, the others would count all ranks alike.
+// A pipeline's step has several backwards: those whose examples nobody told would count all ranks alike.
 TEST(ShardedUnits, ExamplesAreToldForEachBackwardOrNone) {
   collective::on_ranks(2, [&](const Group& group) {
     Net net;

@@ -101,7 +101,8 @@ class Planner {
                                                           parallel::SequencePart::Of::replicate_parallel));
   }
 
-  // The one that the layer uses: `head->weight = embedding->weight` leaves the registered parameter without use.
+  // Takes the weight that the layer uses: `head->weight = embedding->weight` leaves the registered parameter without
+  // use.
   Tensor weight_of(const Found& found, const char* style) const {
     const auto parameters = found.module->named_parameters(/*recurse=*/false);
     const auto* const registered = parameters.find("weight");
@@ -192,7 +193,7 @@ class Planner {
         text("parallelize_module: Shard{", dim, "} of ", name, ", which has shape ", parameter.sizes()));
   }
 
-  // Whose calls are for one parameter of this model.
+  // The result's calls are for one parameter of this model.
   Communicator ranks_for(const std::string& parameter) const {
     return ranks_.with_purpose(Purpose(text(parameter, " in parallelize_module ", number_)));
   }
@@ -253,7 +254,7 @@ std::string describe(const SequenceParallel&) { return "SequenceParallel"; }
 std::string describe(const ReplicateParallel& style) { return text("ReplicateParallel{", describe(style.input), "}"); }
 std::string describe(const Shard& style) { return describe(Layout(style)); }
 
-// With Shard alone the ranks may have other activations, such as other positions.
+// False for a plan of Shard alone, with which ranks may have other activations, such as other positions.
 bool has_styles_of_layers(const ParallelPlan& plan) {
   return std::any_of(plan.begin(), plan.end(),
                      [](const auto& entry) { return !std::holds_alternative<Shard>(entry.second); });

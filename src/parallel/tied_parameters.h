@@ -24,9 +24,9 @@ class TiedParameter {
   // Before a step: puts aside the gradients of earlier steps.
   void begin_step();
 
-  // After it: gives each copy the sum of the copies' gradients of this step, added to those of earlier ones; none,
-  // where no copy has one. Collective over the ranks that have copies. Throws InvalidArgument, on all of them, where
-  // some copies are frozen.
+  // After a step: gives each copy the sum of the copies' gradients of this step, added to those of earlier steps. Where
+  // no copy has a gradient of this step, the earlier ones stay. Collective over the ranks that have copies. Throws
+  // InvalidArgument, on all of them, where some copies are frozen.
   void finish_step();
 
   // Throws InvalidArgument where fully_shard has divided a copy: backward does not leave the copy's gradient then.

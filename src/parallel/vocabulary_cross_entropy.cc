@@ -10,7 +10,7 @@
 namespace lockstep {
 namespace {
 
-// Logits that are the same on all ranks are whole, but for those that are one number, as at first from zeros.
+// Logits that are the same on all ranks are whole, unless they are all one number, as those of a weight of zeros are.
 void check_divided(const Tensor& own_largest, const Tensor& largest, const Tensor& own_sums, const Tensor& sums,
                    const Tensor& logits, const Communicator& ranks) {
   if (ranks.size() == 1 || logits.numel() == 0 || !own_largest.equal(largest)) return;

@@ -77,7 +77,7 @@ class Coordinator final : public ChiefService {
   // What they have reported so far counts no more: the chief has other values.
   void forget_buffers();
 
-  // The same in a fit that runs: workers get this `state` before their next task.
+  // The chief's state has changed in a fit that runs: workers get this one before their next task.
   void change_state(std::string state);
 
   // Steps that have finished.

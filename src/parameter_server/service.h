@@ -108,10 +108,10 @@ class ChiefConnection {
   // another name, and ClusterError where the chief's program has ended without it.
   virtual bool has_begun(std::int64_t call, const std::string& name, Deadline deadline) = 0;
 
-  // Before a worker's first task in the fit that is call number `call`, and whenever Assignment::state is another: what
-  // the chief's model has beside the servers' variables. Throws InvalidArgument, also in the chief's fit, where `plan`
-  // differs from the chief's in a line. Where that fit has not begun for some time: nothing, at the deadline or
-  // earlier.
+  // Returns what the chief's model has beside the servers' variables; nothing, at the deadline or earlier, where the
+  // fit has not begun for some time. A worker calls this before its first task in the fit that is call number `call`,
+  // and whenever Assignment::state is another. Throws InvalidArgument, also in the chief's fit, where `plan` differs
+  // from the chief's in a line.
   virtual std::optional<std::string> start(std::int64_t call, int worker, const std::string& plan,
                                            Deadline deadline) = 0;
 

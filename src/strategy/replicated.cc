@@ -198,7 +198,7 @@ Trackable ReplicatedModule::replica_buffers() const {
     const auto& workers = parameters->data_workers();
     const int all = parameters->replicas() * workers.size(), first = parameters->replicas() * workers.rank();
     if (archive.entry(joined(prefix, "replicas")) != std::to_string(all)) return [] {};
-    // Not in files of earlier versions.
+    // Files of earlier versions do not have this entry.
     const auto name_of_seen = joined(prefix, kSeen);
     auto seen = archive.entries.contains(name_of_seen) ? archive.numbers(name_of_seen) : std::vector<double>();
     seen.resize(static_cast<std::size_t>(all));

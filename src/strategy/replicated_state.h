@@ -10,9 +10,10 @@
 
 namespace lockstep::strategy {
 
-// Of a module: all parameters, or those that are not trained, with the buffers. `of_all_workers`: whole, and the
-// buffers' mean over all replicas; saving and loading are collective. `of_this_worker`: the parts of the parameters
-// that it has, and the mean over its own replicas. Loading leaves those as they are whose names are in `left`.
+// A module's values: all parameters, or those that are not trained, with the buffers. `of_all_workers`: whole
+// parameters, and the buffers' mean over all replicas; saving and loading are collective. `of_this_worker`: the parts
+// of the parameters that this worker has, and the mean over its own replicas. Loading leaves those values as they are
+// whose names are in `left`.
 enum class Values { all, untrained };
 enum class Whose { of_all_workers, of_this_worker };
 Trackable values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Whose whose,

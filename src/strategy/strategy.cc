@@ -91,7 +91,7 @@ struct Brought {
 
   std::int64_t op = 0, dtype = 0, dims = kFailed, sizes[kMostSizes] = {};
 
-  // `free_dim`: along which sizes may differ.
+  // `free_dim`: the dimension along which sizes may differ.
   static Brought of(std::int64_t op, const Tensor& value, std::optional<std::int64_t> free_dim) {
     Brought brought{op, static_cast<std::int64_t>(value.scalar_type()), value.dim()};
     for (std::int64_t i = 0; i < value.dim(); ++i) {
@@ -112,8 +112,8 @@ struct Brought {
   }
 };
 
-// What `make` returns, on all workers. Where their values do not fit each other, or one failed to make its own, all
-// throw, so that none waits for another.
+// Returns what `make` does on this worker. All workers throw where their values do not fit each other, or one failed to
+// make its own: so none waits for another.
 Tensor value_of_each(const Communicator& workers, const char* caller, std::int64_t op,
                      std::optional<std::int64_t> free_dim, const std::function<Tensor()>& make) {
   if (workers.size() == 1) return make();

@@ -25,7 +25,7 @@
 
 namespace lockstep::strategy {
 
-// As internal::replicate_modules, with the random numbers of `seed`.
+// Does what internal::replicate_modules does, with the random numbers of `seed`.
 std::shared_ptr<ReplicatedParameters> replicate_modules(StrategyImpl& strategy, std::uint64_t seed,
                                                         const internal::MakeModule& make);
 

@@ -192,7 +192,7 @@ TEST_F(EachLowering, Order) {
   same([](const Tensors& x) { return x[0].triu(1) + x[0].tril(-1); }, {numbers({2, 4, 4})});
 }
 
-// Which LibTorch makes of others, and of views in place.
+// LibTorch makes rot90 of other operators, and of views in place.
 TEST_F(EachLowering, QuarterTurns) {
   for (std::int64_t k = -1; k <= 4; ++k) {
     same([&](const Tensors& x) { return x[0].rot90(k, {0, 1}) * 2; }, {numbers({3, 3})});

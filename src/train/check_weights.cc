@@ -68,7 +68,7 @@ std::vector<std::string> shortened(std::vector<std::string> lines) {
   return lines;
 }
 
-// In which the archive and this process's part of the model differ.
+// The differences between the archive and this process's part of the model.
 struct Differences {
   std::vector<std::string> refused, passed_over;  // for messages
   std::set<std::string> left;                     // variables that stay as they are

@@ -58,7 +58,7 @@ class EvaluationMode {
   std::vector<std::vector<Tensor>> own_buffers_;  // [replica][buffer]
 };
 
-// What all workers must have in common where they read the same data.
+// Compares the batches of workers that must read the same data.
 class SameBatches {
  public:
   SameBatches(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps)
@@ -68,8 +68,8 @@ class SameBatches {
                       "\nbatches in the data set ", data.cardinality(), "\n")),
         hash_of_options_(hash_of(options_)) {}
 
-  // Of a batch, which is hashed before the next one is read: two whole numbers of 16 bits and the sum of their squares.
-  // Sums over the workers are exact, and so are the squares of these for a thousand workers.
+  // The numbers of a batch, which is hashed before the next one is read: two whole numbers of 16 bits and the sum of
+  // their squares. Sums over the workers are exact, and so are the squares of the sums for a thousand workers.
   using Numbers = std::array<double, 3>;
   Numbers numbers_of(std::uint64_t hash, bool is_last) const {
     constexpr std::uint64_t kBits = (1U << 16) - 1;
@@ -78,8 +78,9 @@ class SameBatches {
     return {low, high, low * low + high * high};
   }
 
-  // With the sums of numbers_of: all are equal where the mean of their squares is the square of their mean. Where they
-  // differ it is collective, and throws InvalidArgument on all workers, naming one and what differs.
+  // `sums`: those of numbers_of. The batches are equal where the mean of the numbers' squares is the square of their
+  // mean. Where batches differ this is collective, and throws InvalidArgument on all workers, naming one and what
+  // differs.
   void check(std::span<const double> sums, std::int64_t batch, std::uint64_t hash, bool is_last) const {
     const auto& workers = impl_.workers();
     if (sums[0] * sums[0] + sums[1] * sums[1] == sums[2] * workers.size()) return;
@@ -136,7 +137,7 @@ std::int64_t for_each_batch(const ModelImpl& impl, const char* caller, const Dat
   return done;
 }
 
-// The workers' outputs for a batch, in order. Not all have some; undefined where none has.
+// The workers' outputs for a batch, in order. A worker may have none; undefined where none has any.
 Tensor rows_of_all(const Communicator& workers, const std::vector<Tensor>& here) {
   if (workers.size() == 1) return here.empty() ? Tensor() : at::cat(here);
   const auto kinds = workers.all_gather(

@@ -16,7 +16,7 @@ namespace {
 
 std::uint64_t hash_or_0(const Tensor& tensor) { return tensor.defined() ? gradient::hash_of(tensor) : 0; }
 
-// Whether each row is one-hot, or probabilities.
+// True where each row is one-hot, or has probabilities.
 bool are_of_one_class(const Tensor& y) {
   constexpr double kTolerance = 1e-3;
   return !y.is_complex() && y.ge(0).all().item<bool>() &&

@@ -19,8 +19,8 @@ class ChangedBuffers {
  public:
   explicit ChangedBuffers(const ReplicatedParameters& parameters);
 
-  // The mean over the worker's replicas of those that changed since the last call, by number; after the last buffer's
-  // number, how many examples they have seen.
+  // The buffers that changed since the last call, by number: their mean over the worker's replicas. Under the number
+  // after the last buffer's: how many examples the replicas have seen.
   std::map<int, std::string> take();
 
  private:
@@ -29,8 +29,8 @@ class ChangedBuffers {
   std::vector<std::vector<std::uint64_t>> hashes_;
 };
 
-// Gives the chief's buffers the mean of what the workers reported, by the examples that each has seen; where the dtype
-// is not floating-point, what the worker has that has seen most.
+// Gives the chief's buffers the mean of those that the workers reported, by the examples that each has seen. A buffer
+// whose dtype is not floating-point gets the value of the worker that has seen most.
 void load_reported_buffers(ReplicatedParameters& parameters,
                            const std::map<int, std::map<int, std::string>>& by_worker);
 

@@ -51,7 +51,7 @@ Metric mean_of(std::string name, Mode better, Values values) {
   return Metric(std::make_shared<MeanOfValues>(std::move(name), better, std::move(values)));
 }
 
-// Of matches, of which there cannot be too many; and of errors.
+// The share of matches gets better as it rises, and the mean of errors as it falls.
 Metric share_of(std::string name, Values matches) { return mean_of(std::move(name), Mode::max, std::move(matches)); }
 Metric error_of(std::string name, Values errors) { return mean_of(std::move(name), Mode::min, std::move(errors)); }
 

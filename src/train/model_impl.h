@@ -283,7 +283,8 @@ std::string name_of_type(const Callback& callback);
 std::set<std::string> check_weights(const Archive& archive, const ReplicatedParameters& parameters,
                                     const LoadWeightsOptions& options = {});
 
-// Loads them into the model, but for those that the options pass over. Throws likewise; nothing has changed then.
+// Loads the archive's tensors into the model, but for those that the options pass over. Throws as check_weights;
+// nothing has changed then.
 void load_weights(const Archive& archive, const LoadWeightsOptions& options,
                   const std::shared_ptr<ReplicatedParameters>& parameters, const std::function<void()>& fetch = {});
 

@@ -12,8 +12,8 @@ namespace lockstep::train {
 // InvalidArgument naming both shapes when they still differ.
 Tensor like_prediction(const char* what, const Tensor& y_true, const Tensor& y_pred);
 
-// The same for labels that are 0 or 1, or between them, up to a rounding of 1e-3. Throws InvalidArgument naming one
-// that is not, checked on the CPU.
+// As like_prediction, for labels from 0 to 1, up to a rounding of 1e-3. Throws InvalidArgument naming a label that is
+// not (checked on the CPU), or the shapes.
 Tensor shares_like_prediction(const char* what, const Tensor& y_true, const Tensor& y_pred);
 
 // Throws InvalidArgument for a sample weight that is negative, or not finite; checked on the CPU.

@@ -69,7 +69,7 @@ std::vector<Acceptor::Accepted> Acceptor::advance(std::span<const pollfd> polled
   return accepted;
 }
 
-// Of one whose opening is true. Without a token anybody can make openings, so they are not kept.
+// Why an end is refused whose opening is true. Without a token anybody can make openings, so they are not kept.
 std::string Acceptor::refuse(const Greeting& theirs) {
   if (!access_.token.empty() && !opened_.insert(theirs.random).second) return "its opening was used before";
   return refuse_(theirs);

@@ -13,15 +13,15 @@
 
 namespace lockstep::transport {
 
-// The most connections at a time whose other ends have not proved that they belong to the job: an eighth of this
-// process's descriptors, and at most 256.
+// The most connections at a time whose other ends have not proved that they belong to the job. They are an eighth of
+// this process's descriptors, and at most 256.
 std::size_t most_that_prove();
 
 // Used by one thread. The number of connections in the handshake is bounded, so that strangers do not use up this
 // process's descriptors. Further ones wait in the listener's queue until one completes, or is turned away because it
-// exceeded its time: 100 ms for its opening, which no stranger can make, and two seconds in all. Processes of the job
-// need less, and connect again where they were slower. An opening counts once: a stranger who heard one cannot hold a
-// place with it. Warnings about connections that were turned away are written once a minute.
+// exceeded its time. A connection has 100 ms for its opening, which no stranger can make, and two seconds in all.
+// Processes of the job need less, and connect again where they were slower. An opening counts once: a stranger who
+// heard one cannot hold a place with it. Warnings about connections that were turned away are written once a minute.
 class Acceptor {
  public:
   // `who`, `refuse` and `bound` are the accepting end's (transport/handshake.h). The listener must outlive this object.

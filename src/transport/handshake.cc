@@ -23,7 +23,7 @@ constexpr const char* kNoProof =
     "where that is not set), or another process relays a connection to a loopback address from another host or network "
     "namespace";
 
-// What is proved, so that no proof can stand for another.
+// Each kind of proof has a label of its own, so that no proof can stand for another.
 enum class Label : char {
   opening = 'o',
   connects = 'c',
@@ -33,7 +33,7 @@ enum class Label : char {
   number = 'n'
 };
 
-// What follows the first greeting.
+// The connecting end sends this after its greeting.
 struct Opening {
   SocketAddress dialled;
   Proof proof;
@@ -154,7 +154,7 @@ bool Arriving::receive(int socket, std::span<std::byte> value) {
   return true;
 }
 
-// The opening fits into any socket's buffer.
+// The greeting and the opening fit into any socket's buffer, so writing does not wait.
 ConnectingEnd::ConnectingEnd(const FileDescriptor& socket, const Access& access, const Greeting& who)
     : socket_(socket), access_(access) {
   handshake_.connects = fresh(who);

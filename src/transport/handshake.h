@@ -5,11 +5,11 @@
 //                                <-  Greeting, Proof
 //   Proof                        ->
 //
-// `dialled` is the address to which the connection was made. The opening is a proof of the first greeting, of this
-// address and, where it is a loopback address, of the host and network namespace; so an end that accepts keeps no
-// stranger. A proof is the HMAC-SHA-256, under the job's token, of the role of the end that makes it, of both greetings
-// and of the address that was dialled. So it is valid for this connection only, and cannot be sent back to its maker.
-// Without a token the key is empty.
+// `dialled` is the address to which the connection was made. The opening proves the first greeting and this address,
+// and for a loopback address also the host and network namespace. So an end that accepts keeps no stranger. A proof is
+// the HMAC-SHA-256, under the job's token, of three things: the role of the end that makes it, both greetings, and the
+// address that was dialled. So it is valid for this connection only, and cannot be sent back to its maker. Without a
+// token the key is empty.
 //
 // A process that relays a handshake is dialled at its own address, which the end that accepts does not have. The keys
 // of a session are derived from the same values, and no relay can know them (transport/seal.h).
@@ -47,7 +47,7 @@ using Proof = std::array<unsigned char, 32>;
 
 enum class End { connects, accepts };
 
-// What both ends know of a connection once they have proved that they belong to the job.
+// Both ends know this of a connection once they have proved that they belong to the job.
 struct Handshake {
   Greeting connects;
   SocketAddress dialled;
@@ -66,11 +66,11 @@ Greeting fresh(Greeting greeting);
 // where nothing is.
 std::string problem_with(const Greeting& theirs, const Greeting& mine);
 
-// Whether the end that accepts must have the address that was dialled, or only its port. The latter lets networks
-// translate addresses between hosts; a relay on either host is found by its port, or by its loopback address.
+// The end that accepts must have the address that was dialled, or only its port. Bound::to_port lets networks translate
+// addresses between hosts; a relay on either host is found by its port, or by its loopback address.
 enum class Bound { to_address, to_port };
 
-// Whether a connection that was made to `dialled` may be accepted at `accepted`.
+// True where a connection that was made to `dialled` may be accepted at `accepted`.
 bool is_bound(const SocketAddress& dialled, const SocketAddress& accepted, Bound bound);
 
 Proof prove_opening(const Access& access, const Greeting& connects, const SocketAddress& dialled);
@@ -82,8 +82,8 @@ std::uint64_t secret_number(const Access& access, const std::string& name);
 
 bool equal(const Proof& a, const Proof& b);  // in constant time
 
-// The rank in a greeting by which the accepting end refuses the connecting one: it is not expected, or it dialled
-// another address than it may with Bound::to_address, or with Bound::to_port.
+// By these ranks in its greeting the accepting end refuses the connecting one. The connecting end is not expected, or
+// dialled another address than it may with Bound::to_address, or with Bound::to_port.
 inline constexpr std::int32_t kRefused = -2, kElsewhere = -3, kAtOtherPort = -4;
 
 // Bytes that arrive on a socket, which it does not own.
@@ -127,9 +127,8 @@ struct Introduced {
 Introduced introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline);
 
 // Connects and introduces itself. Connects again, until the deadline, where the connection is closed before the other
-// end has greeted: a process with many connections turns away those that are slow. It does so too where the other end
-// is silent for the time of an attempt, since a stranger may have the port for a while. Throws as connect_to and
-// introduce.
+// end has greeted: a process with many connections turns away slow ones. Connects again too where the other end is
+// silent for the time of an attempt: a stranger may have the port for a while. Throws as connect_to and introduce.
 struct Connection {
   FileDescriptor socket;
   Greeting theirs;
@@ -138,9 +137,9 @@ struct Connection {
 Connection connect_proved(const std::string& address, const Access& access, const Greeting& who, Deadline deadline,
                           std::chrono::duration<double> attempt = std::chrono::seconds(30));
 
-// Of several addresses, the index of the first whose end proves that it belongs to the job. All are asked at once, so
-// that one that is silent delays no other. Nothing where none has by the deadline; `problem` then says why the last
-// of those that answered does not.
+// Returns the index of the first address whose end proves that it belongs to the job. All are asked at once, so a
+// silent one delays no other. Returns nothing where no end has proved so by the deadline. `problem` then says what is
+// wrong with the last end that answered.
 std::optional<std::size_t> first_that_proves(std::span<const std::string> addresses, const Access& access,
                                              const Greeting& who, Deadline deadline, std::string& problem);
 

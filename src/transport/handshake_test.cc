@@ -25,7 +25,7 @@ namespace {
 
 Deadline soon() { return Deadline::after(std::chrono::seconds(20)); }
 
-// What each end of a connection says of the other: empty, or what was thrown.
+// The text of what each end of a connection threw; empty where it threw nothing.
 struct Ends {
   std::string connecting, accepting;
 };
@@ -93,7 +93,7 @@ TEST(Handshake, BothEndsHearWhatDiffers) {
   EXPECT_EQ(refused.accepting, "it says that it is rank 1");
 }
 
-// What is proved is of both greetings, of the address that was dialled and of the end that proves: nothing that was
+// A proof is of both greetings, of the address that was dialled and of the end that proves. So nothing that a stranger
 // heard can be used again.
 TEST(Handshake, AProofIsOfOneConnectionAlone) {
   const Handshake whole{fresh({.rank = 1}), {.host = {1}, .port = 2}, fresh({.rank = 0})};
@@ -192,7 +192,7 @@ TEST(Handshake, ARelayIsRefused) {
   expect_says(accepting.get(), "the connection to " + local_address(front) + " was accepted at " + real.address());
 }
 
-// In a network namespace of its own, with the same loopback address and port.
+// The stranger is in a network namespace of its own, at the same loopback address and port.
 TEST(Handshake, ARelayBetweenLoopbackAddressesOfTwoNetworksIsRefused) {
   const auto front = listen_at("127.0.0.1:0", {});
   std::string heard;
@@ -267,7 +267,7 @@ TEST(Handshake, AReplayIsRefused) {
   expect_says(replayed_to(other), "the connection to " + real.address() + " was accepted at " + other.address());
 }
 
-// By one that heard the opening of a process which is slow to prove.
+// A stranger has heard the opening of a process which is slow to prove.
 TEST(Handshake, AnOpeningCountsOnce) {
   const auto listener = listen_at("127.0.0.1:0", {});
   Acceptor acceptor(listener, kOurs, {}, [](const Greeting&) { return ""; });
@@ -334,7 +334,7 @@ TEST(Handshake, NothingIsProvedToAStranger) {
   expect_says(accepting.get(), "it cannot prove");
 }
 
-// Of three: one is silent, one is a stranger, one belongs to the job.
+// There are four addresses: one is silent, one is a stranger's, one is the job's, and nobody listens at the last.
 TEST(Handshake, OfSeveralAddressesThatOfTheJobIsFound) {
   const auto silent = listen_at("127.0.0.1:0", {});
   Accepts stranger({.token = std::string(32, 's')}), real(kOurs);

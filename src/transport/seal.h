@@ -1,5 +1,6 @@
-// Messages on a connection whose ends have proved that they belong to the job: whoever stands between the two can cut
-// the connection, and can neither read nor change what is said. For small messages: gradients are not sealed.
+// Sealed messages on a connection whose ends have proved that they belong to the job. Whoever stands between the two
+// can cut the connection, and can neither read nor change a message. Seals are for small messages: gradients are not
+// sealed.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +22,12 @@ class Seal {
   Seal() = default;  // of no connection
   Seal(const SessionKeys& keys, End end);
 
-  // With the length before it. Messages are opened in the order in which the other end has closed them.
+  // Returns the sealed message with the length before it. The other end must open messages in the order in which they
+  // were closed.
   std::string close(std::string_view message);
 
-  // Without the length. Throws ClusterError where it is not what the other end has closed.
+  // Opens a sealed message, without the length. Throws ClusterError where it is not the next one that the other end has
+  // closed.
   std::string open(std::string_view sealed);
 
  private:

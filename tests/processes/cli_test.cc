@@ -1,4 +1,4 @@
-// The command `lockstep`: which arguments it refuses, and what it says.
+// The command `lockstep` refuses wrong arguments, and says which and why.
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,7 +11,7 @@
 namespace lockstep {
 namespace {
 
-// What `lockstep` prints for arguments that it refuses.
+// The text that `lockstep` prints for arguments that it refuses.
 std::string refused(std::vector<std::string> arguments) {
   std::vector<std::string> command{"/bin/sh", "-c", "exec \"$@\" 2>&1", "sh", LOCKSTEP_CLI};
   command.insert(command.end(), arguments.begin(), arguments.end());

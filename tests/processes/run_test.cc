@@ -316,7 +316,7 @@ TEST(Launch, BadInputIsNamed) {
   expect_has(output({"--part"}), "no other launcher says what to run here");
 }
 
-// Where a log can take no more the job goes on, says so, and does not end as if all were well.
+// A job whose log can take no more goes on, says so, and does not end as if all were well.
 TEST(Launch, AFullDiskUnderTheLogsIsSaid) {
   const auto folder = fresh_folder("full"), small = fresh_folder("full_disk"), log = folder + "/rank-1.log";
   const SmallDisk disk(small);

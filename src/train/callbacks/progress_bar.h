@@ -32,13 +32,13 @@ class ProgressBar : public Callback {
 // Whether stdout is a terminal on which one process draws.
 bool is_terminal();
 
-// The parts in a line of at most `columns` columns: all of them, else without the bar, else without the times too, else
-// with the values cut off.
+// The parts in a line of at most `columns` columns. Where they do not fit, the bar is left out; then the times too;
+// then the values are cut off.
 std::string fit_line(const std::string& counter, const std::string& bar, const std::string& times,
                      const std::string& values, int columns);
 
-// The same for an epoch's last line, which stays: without the bar where it is too long, and then cut between values
-// into lines, so that none is lost.
+// An epoch's last line, which stays. Where it is too long, the bar is left out; then the line is cut between values
+// into several, so that no value is lost.
 std::string fit_lines(const std::string& counter, const std::string& bar, const std::string& times, const Logs& logs,
                       int columns);
 

@@ -45,7 +45,7 @@ void require_no_servers(const char* callback, bool background, const Model& mode
                              "checkpoint without stopping the steps anyway"));
 }
 
-// A name that is free, or that of an earlier backup of Lockstep's, which is then removed.
+// A name that is free. An earlier damaged backup of Lockstep's makes room for this one.
 std::string place_for_damaged(const std::string& folder) {
   for (int number = 1;; ++number) {
     const auto name = number == 1 ? "backup-damaged" : text("backup-damaged-", number);
@@ -55,7 +55,7 @@ std::string place_for_damaged(const std::string& folder) {
   }
 }
 
-// What a crash of the host has damaged and no load needs.
+// Renames a spare that a crash of the host has damaged, and that no load needs.
 void put_aside(const std::string& folder, const std::string& spare) {
   const auto damaged = place_for_damaged(folder);
   checkpoint::rename_file(spare, damaged);

@@ -16,7 +16,7 @@
 
 namespace lockstep::internal {
 
-// What all handles of a layer share.
+// The state that all handles of a layer share.
 struct LayerUse {
   std::atomic<std::int64_t> model = 0;  // the number of the model that has its weights; 0: none yet
 
