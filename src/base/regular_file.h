@@ -8,8 +8,8 @@
 
 namespace lockstep {
 
-// Opens a file, or what a symbolic link leads to. Throws IoError, naming the file and the reason, where the file cannot
-// be opened or is no regular file: a FIFO or a device may never end. Never waits.
+// Opens a file, or what a symbolic link leads to. Throws IoError, naming the file and the reason, where it cannot be
+// opened or is no regular file. A FIFO or a device may never end. Never waits.
 FileDescriptor open_regular_file(const std::string& path);
 
 // The contents of a regular file of at most `most` bytes. Throws IoError likewise.

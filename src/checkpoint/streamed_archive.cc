@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kPiece = std::size_t{1} << 20;  // bytes that are written or read at a time
 
-// Length and text.
+// The bytes of the header's length, and the header's text.
 std::pair<std::vector<std::byte>, std::string> head_of(const ReadableFile& file) {
   std::vector<std::byte> length(std::min(kLengthBytes, file.size()));
   file.read(0, length);

@@ -181,7 +181,7 @@ void require_values(CLI::App& app) {
   for (auto* const command : app.get_subcommands(kEvery)) require_values(*command);
 }
 
-// A message for the first argument that the command does not know, with those that may have been meant, or for a
+// A message for the first argument that the command does not know, with those that may have been meant. Or one for a
 // missing command of its own. Empty: there is neither.
 std::string wrong_argument(const CLI::App& app, const std::string& path, const std::string& program) {
   using lockstep::text, lockstep::join;

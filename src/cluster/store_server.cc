@@ -128,7 +128,7 @@ bool StoreServer::take_next(Client& client) {
 void StoreServer::turn_away(Client& client, const std::string& problem) {
   log_warning(text("store at ", address_, ": turned a connection away: ", problem));
   client.leaving = true;
-  client.out.clear();  // of one that does not read, they would pile up
+  client.out.clear();  // answers to a client that does not read would pile up
 }
 
 void StoreServer::carry_out(Client& client, std::uint32_t code, const std::vector<std::string>& items) {

@@ -9,7 +9,7 @@
 namespace lockstep {
 namespace {
 
-// Beyond so many the words are not kept: errors have hashes then.
+// Beyond so many the words are not kept: errors then say that this rank never had the purpose.
 constexpr std::size_t kMostKept = 1 << 16;
 
 constexpr std::uint32_t kBackward = 0x5bd1e9;  // any bits: forward and backward differ by them

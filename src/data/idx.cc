@@ -27,7 +27,7 @@ class IdxReader {
  public:
   explicit IdxReader(const std::string& path) : path_(path) {
     const auto opened = open_regular_file(path);
-    const int copy = ::fcntl(opened.get(), F_DUPFD_CLOEXEC, 0);  // which gzclose closes
+    const int copy = ::fcntl(opened.get(), F_DUPFD_CLOEXEC, 0);  // gzclose closes it
     file_.reset(copy < 0 ? nullptr : ::gzdopen(copy, "rb"));
     if (file_ == nullptr) throw IoError(text("cannot open ", path, ": ", std::strerror(errno)));
     ::gzbuffer(file_.get(), 1 << 17);

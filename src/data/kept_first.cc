@@ -12,7 +12,7 @@ namespace {
 // An epoch whose first element was read.
 struct Begun {
   std::int64_t epoch = 0;
-  std::unique_ptr<Cursor> cursor;  // after it
+  std::unique_ptr<Cursor> cursor;  // after the first element
   std::optional<Row> first;        // nothing: the epoch is empty
 };
 
@@ -59,7 +59,7 @@ class KeptFirstStage final : public StageOver<KeptFirstStage> {
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     const std::lock_guard lock(state_->mutex);
     if (!state_->begun || state_->begun->epoch != epoch) {
-      state_->begun.reset();  // which may hold a shuffle's buffer, and comes no more
+      state_->begun.reset();  // nobody asks for it any more, and it may hold a shuffle's buffer
       return input_->open(epoch);
     }
     return std::make_unique<KeptFirstCursor>(*std::exchange(state_->begun, std::nullopt), input_);

@@ -45,7 +45,7 @@ TEST(DdpParameters, RanksThatFreezeOthersAreToldWhich) {
   expect_says(said, "rank 0 has \"a.weight\" Float [4, 4], which requires no gradient, rank 1 has \"a.weight\"");
 }
 
-// Frozen while it is wrapped.
+// The parameter is frozen while the module is wrapped.
 TEST(DdpParameters, OneThatRequiresAGradientLaterIsRefused) {
   const auto said = said_on_ranks([](const Group& group) {
     auto net = std::make_shared<Two>();
@@ -73,7 +73,7 @@ TEST(DdpParameters, OneOfALayerThatCameLaterIsRefused) {
   }
 }
 
-// Each would reduce its gradients, which would be summed twice.
+// Each wrapper would reduce the parameter's gradients, which would be summed twice.
 TEST(DdpParameters, OneThatTwoWrappersHaveIsRefused) {
   const auto said = said_on_ranks([](const Group& group) {
     struct Shares : torch::nn::Module {
@@ -102,7 +102,7 @@ TEST(DdpParameters, ThoseOfOtherModulesInTheGraphAreNoneOfItsOwn) {
   }));
 }
 
-// Their sizes are equal, and so are the kinds of all calls.
+// The modules' sizes are equal, and so are the kinds of all calls.
 TEST(DdpParameters, RanksThatUseTwoModulesInOtherOrdersAreTold) {
   const auto said = said_on_ranks([](const Group& group) {
     auto one = std::make_shared<Two>(), two = std::make_shared<Two>();

@@ -99,7 +99,7 @@ void Buckets::end_pending() {
   for (auto& bucket : buckets_) end(bucket.work);
 }
 
-// All ranks make what shares a Group in one order.
+// All ranks make the objects that share a Group in one order, so their numbers agree.
 void Buckets::name_anew() {
   name_ = text(options_.called, " ", group_.next_number() + 1);
   ordering_ = Purpose("the order of the buckets of " + name_);

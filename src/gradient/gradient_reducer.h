@@ -94,7 +94,7 @@ class GradientReducer {
   // Constant after construction.
   const std::vector<std::string> names_;
   const std::vector<at::Tensor> parameters_;
-  std::vector<std::size_t> distinct_;  // of a tied one, which has several names, the last
+  std::vector<std::size_t> distinct_;  // parameters; of a tied one, which has several names, the last
   const bool sum_, zeros_for_unused_;
   std::vector<unsigned> before_accumulation_;  // [parameter]: hooks on each new gradient
 

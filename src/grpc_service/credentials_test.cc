@@ -130,7 +130,7 @@ TEST_F(Tls, TheServerWantsACertificateOfItsJob) {
 }
 
 // As many strangers as may be without proof at a time begin the TLS handshake. They do not use up the server's
-// descriptors, a process of the job reaches it beside them, and a connection that has made a call stays.
+// descriptors, and a process of the job reaches the server beside them. A connection that has made a call stays.
 TEST_F(Tls, StrangersHoldABoundedNumberOfConnections) {
   struct Served {
     std::unique_ptr<Endpoint> endpoint;

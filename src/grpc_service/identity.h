@@ -1,6 +1,6 @@
 // Metadata that every call carries beside its request, and that the server checks before it reads anything. It has the
 // caller's version. With certificates, which several jobs may share, it also has a proof that the caller has the job's
-// token; the server has shown its certificate before it gets the proof. Without certificates the connection itself is
+// token. The server has shown its certificate before it gets the proof. Without certificates the connection itself is
 // proved (grpc_service/channel.h).
 #pragma once
 

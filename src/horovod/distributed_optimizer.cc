@@ -157,7 +157,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
   std::int64_t number = 0;
   int passes = 0;                     // backwards since gradients were last reduced
   bool met = false;                   // whether gradients were reduced since the last step
-  bool compared = false;              // whether this rank has told its first values
+  bool compared = false;              // this rank has told its first values
   std::shared_ptr<void> regroups;     // while it lives, of an elastic job, there may be another session
   collective::ProgressThread shadow;  // takes part in the others' passes once this rank has joined
 };

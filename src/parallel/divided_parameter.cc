@@ -144,7 +144,7 @@ Tensor embed_with_linear(const std::string& layer, const RowwiseParallel&, const
 // features.
 std::optional<Tensor> tied_head(const std::string& layer, const RowwiseParallel& style, const Communicator& ranks,
                                 LinearCall call) {
-  if (!is_whole(style.output)) return {};  // whether x is divided too is not known here
+  if (!is_whole(style.output)) return {};  // here nobody knows if x is divided too
   if (!style.divided_logits) return linear(layer, ColwiseParallel{.output = Replicate()}, ranks, call);
   if (call.bias.defined() && call.bias.numel() != call.weight.size(0))
     call.bias = exchange(call.bias, ranks, Exchange::take_part, Exchange::gather, 0);
@@ -361,7 +361,7 @@ void SequencePart::before(const ops::OperatorCall& call, std::size_t i) {
   if (is_of_it_alone(call, {i})) return;  // such as a norm, which all ranks make alike
   if (!call.tensor(i).requires_grad()) return;
   call.argument(i) = exchange(call.tensor(i), ranks(), Exchange::keep, Exchange::sum);
-  if (of_ == Of::rowwise_parallel) return;  // whose output is divided by the layer itself
+  if (of_ == Of::rowwise_parallel) return;  // the layer itself divides its output
   // A bias has the same gradient on all ranks where the loss is linear in the outputs; not so the same input.
   gradients_.watched(call.tensor(i), call.arguments() > 1 ? call.tensor(i == 0 ? 1 : 0) : Tensor());
 }

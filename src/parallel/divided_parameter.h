@@ -48,8 +48,8 @@ struct DividedFor {
   std::string style;      // such as "ColwiseParallel"
 };
 
-// The hook of a divided parameter. Of a parameter of the style Shard the module's operators take the part; of a layer's
-// parameter others than the layer's take the whole. Threads may share a hook.
+// The hook of a divided parameter. The module's operators take the part of a parameter of the style Shard. Other
+// operators than a layer's own take the whole of a layer's parameter. Threads may share a hook.
 class DividedParameter : public PartialParameter {
  public:
   // `whole`: the parameter, before it is divided.
@@ -85,7 +85,7 @@ class DividedParameter : public PartialParameter {
   const Division division_;
   const std::vector<std::int64_t> sizes_;  // of the part
   mutable Mutex mutex_;
-  mutable std::set<std::string> warned_ LOCKSTEP_GUARDED_BY(mutex_);  // of these operators
+  mutable std::set<std::string> warned_ LOCKSTEP_GUARDED_BY(mutex_);  // names of operators
 };
 
 // The hook of a layer's parameter, whose operators are known.
@@ -141,7 +141,7 @@ class DividedEmbedding final : public DividedLayer {
   const Style style_;
 };
 
-// The hook of the weight of a linear layer that all ranks compute whole, and each uses for its part: gradients of the
+// The hook of the weight of a linear layer that all ranks compute whole, and each uses for its part. Gradients of the
 // output are summed.
 class SharedLinear final : public ops::ParameterHook {
  public:

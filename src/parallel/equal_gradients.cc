@@ -26,7 +26,7 @@ std::array<double, 2> norm_and_sum(const Tensor& gradient) {
   return {gradient.norm(2, at::kDouble).item<double>(), gradient.sum(at::kDouble).item<double>() / root};
 }
 
-// The norms of gradients that are no copies of each other agree to fewer digits.
+// A share of the norm: the norms of gradients that are no copies of each other differ by more.
 constexpr double kSame = 1e-6;
 
 // The second number tells equal values at other places from those at the same.
@@ -85,7 +85,7 @@ void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, co
   const auto [norm, sum] = norm_and_sum(gradient);
   const auto largest = largest_of(std::array{norm, sum}, ranks);
   const double difference = std::max(largest[0] + largest[2], largest[1] + largest[3]);
-  if (!(difference > kTolerance * largest[0])) return;  // so do gradients that are no numbers
+  if (!(difference > kTolerance * largest[0])) return;  // also with gradients that are no numbers
   throw InvalidArgument(
       text("the gradient ", whose, " differs between ranks: its norm is ", norm, " on rank ", ranks.rank(), ", and ",
            -largest[2], " to ", largest[0],

@@ -27,7 +27,7 @@ class PartialGradients {
 
   // Returns `used`, which an operator uses with `input`. The backward of the first, second, fourth, eighth use and so
   // on compares its gradient, and the input where one is given. It throws InvalidArgument, on all ranks, where both are
-  // the same everywhere and the gradient is not zero: then each rank has used the value for the whole, and a sum would
+  // the same everywhere and the gradient is not zero. Each rank has then used the value for the whole, and a sum would
   // count it often.
   Tensor watched(const Tensor& used, const Tensor& input = {}) const;
 

@@ -75,7 +75,7 @@ void FlatShard::run(Call call, const Communicator& among, Purpose purpose) const
   among.group().run(call, among.deadline());
 }
 
-// Changes with every operator that writes one of them.
+// A number that changes with every operator that writes a shard.
 std::int64_t FlatShard::version() const {
   std::int64_t sum = 0;
   for (const auto& shard : shards_) sum += shard._version();
@@ -273,7 +273,7 @@ void FlatShard::take_gradient(std::size_t i, double factor) {
 }
 
 void FlatShard::forget_gradients() {
-  for (const auto& parameter : parameters_) parameter.mutable_grad().reset();  // which a backward left that broke off
+  for (const auto& parameter : parameters_) parameter.mutable_grad().reset();  // left by a backward that broke off
   gradients_ = sums_ = Tensor();
   taken_.assign(taken_.size(), false);
 }

@@ -165,7 +165,7 @@ class OtherOperator {
     if (is_elementwise(call_) && writes_part()) return false;
     if (is_elementwise(call_) && any_other([&](const Tensor& other) { return other.sizes() == value_.sizes(); })) {
       if (is_trained()) refuse("beside a tensor of the part's shape: the other operand must have the whole's");
-      return false;  // as optimizers do
+      return false;  // optimizers make such calls
     }
     check_sizes_in_arguments();
     take_whole();
@@ -311,7 +311,7 @@ class OtherOperator {
       }
       return false;
     }
-    if (is_trained()) return false;  // which LibTorch refuses for a leaf
+    if (is_trained()) return false;  // LibTorch refuses that for a leaf
     const auto& returns = call_.schema().returns();
     const bool returns_it = returns.size() == 1 && returns[0].alias_info() != nullptr && place_.index == 0;
     if (!dim_ || !returns_it || place_.element) refuse("in place");

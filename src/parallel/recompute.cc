@@ -151,7 +151,7 @@ struct Forward : torch::CustomClassHolder {
   // Each parameter once, also where several layers share it, or it is registered twice.
   std::vector<Tensor> parameters() const { return parallel::unique(module->parameters()); }
 
-  // Changes with every operator that writes a parameter.
+  // A number that changes with every operator that writes a parameter.
   std::int64_t version_of_parameters() const {
     std::int64_t sum = 0;
     for (const auto& parameter : parameters()) sum += parameter._version();

@@ -282,9 +282,8 @@ void parallelize_module(torch::nn::Module& module, const Communicator& ranks, co
   ranks.check_all_agree("parameters and plans of parallelize_module", description(module, plan));
   const auto changes = Planner(module, ranks).changes(plan);
   auto tensors = module.buffers();
-  for (const auto& parameter :
-       module.parameters()) {  // of those that an earlier call has divided each rank has its part
-    if (!parallel::has_style(parameter)) tensors.push_back(parameter);
+  for (const auto& parameter : module.parameters()) {
+    if (!parallel::has_style(parameter)) tensors.push_back(parameter);  // else an earlier call has divided it
   }
   broadcast(ranks.with_purpose(Purpose("the first values of parallelize_module")), tensors);
   apply(changes, ranks);

@@ -76,7 +76,7 @@ std::string compiler_flags() {
 ProgramCache::ProgramCache(std::shared_ptr<const pjrt::Client> client)
     : client_(std::move(client)), folder_(folder_of_environment()) {}
 
-// All that decides what a compiler makes.
+// The text of all that decides which program a compiler makes.
 std::string ProgramCache::describe(const ProgramKey& key) const {
   std::string all = text(client_->platform(), "\n", client_->version(), "\n", client_->devices()[0].kind, "\n",
                          key.options.replicas, "\n", join(key.options.devices), "\n", client_->process(), "\n");

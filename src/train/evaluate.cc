@@ -68,7 +68,7 @@ class SameBatches {
                       "\nbatches in the data set ", data.cardinality(), "\n")),
         hash_of_options_(hash_of(options_)) {}
 
-  // The numbers of a batch, which is hashed before the next one is read: two whole numbers of 16 bits and the sum of
+  // The numbers of a batch, which is hashed before the next one is read: two whole numbers of 16 bits, and the sum of
   // their squares. Sums over the workers are exact, and so are the squares of the sums for a thousand workers.
   using Numbers = std::array<double, 3>;
   Numbers numbers_of(std::uint64_t hash, bool is_last) const {

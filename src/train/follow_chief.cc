@@ -131,7 +131,7 @@ class Worker {
   const std::int64_t call_;
   const SignalGuard& signals_;
   std::int64_t state_ = 0;             // Assignment's, of which this process has the chief's values
-  std::optional<std::int64_t> chief_;  // which gave out the last task
+  std::optional<std::int64_t> chief_;  // the start of the chief that gave out the last task
 };
 
 // The chief's fit fails with what the worker throws.

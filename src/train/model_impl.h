@@ -72,7 +72,7 @@ class ModelImpl {
   void build_for(const Dataset& data, const char* caller);
   void make_gradient_path();
   void require_built(const char* caller) const;
-  void require_own(const char* caller) const;  // that it is no part of another model
+  void require_own(const char* caller) const;  // throws InvalidArgument where it is a part of another model
   void require_compiled(const char* caller) const;
   void require_trainable() const;
 
@@ -218,7 +218,7 @@ class ModelImpl {
   std::optional<train::CompiledModel> programs;  // likewise, where the strategy's devices run compiled programs
   std::optional<std::pair<Archive, LoadWeightsOptions>> pending_weights;
   std::vector<Layer> layers;            // of a Sequential
-  std::optional<Layer> as_layer;        // since it is a part of another model
+  std::optional<Layer> as_layer;        // the layer that it became: it is a part of another model since
   const std::int64_t model_number;      // among the models of this process, from 1
   std::vector<std::int64_t> built_for;  // the sizes of the batch, where it was built for one
   bool warned_of_context = false;
@@ -226,7 +226,7 @@ class ModelImpl {
 
   std::uint64_t seed = next_random_seed();              // of the replicas' random numbers, with `steps`
   const std::uint64_t first_seed = next_random_seed();  // of the first values, whenever they are made
-  std::string frozen;                                   // when it was last looked
+  std::string frozen;                                   // describe_frozen(), when it was last asked
   std::int64_t steps = 0;                               // train steps so far
   int part_of_step = 0;  // of the step, where several workers of parameter servers compute it
   StepTimes times;

@@ -99,7 +99,7 @@ void Model::load_weights(const std::string& path, const LoadWeightsOptions& opti
 }
 
 Archive ModelImpl::save_weights() const {
-  if (servers() != nullptr) fetch();  // whose workers have updated them
+  if (servers() != nullptr) fetch();  // workers have updated the servers' values
   Archive archive;
   ReplicatedModule(parameters).trackable().save(archive, "");
   return archive;

@@ -16,7 +16,7 @@ class Stragglers {
   // which it is slow are enough.
   std::string count(std::span<const double> seconds);
 
-  int named() const { return named_; }  // by the last sentence; -1: there was none
+  int named() const { return named_; }  // the rank that the last sentence named; -1: there was none
 
  private:
   std::vector<std::vector<double>> steps_;  // [step][rank], of this window

@@ -30,7 +30,7 @@ class Lap {
 
 // A replica's weight: the sum of gradients is divided by the sum of weights. For a loss that is a sum the weight is 1
 // on replica 0, with or without examples, and 0 on the others. With servers each part of a step has its share of that
-// 1: servers do not count a part without weight, and may drop spare parts.
+// 1. Servers do not count a part without weight, and may drop spare parts.
 double weight_of(const ModelImpl& model, const ReplicaContext& replica, double divisor) {
   if (model.compiled->loss.reduction() != Reduction::sum) return divisor;
   if (model.servers() != nullptr)

@@ -69,7 +69,8 @@ std::vector<Acceptor::Accepted> Acceptor::advance(std::span<const pollfd> polled
   return accepted;
 }
 
-// Why an end is refused whose opening is true. Without a token anybody can make openings, so they are not kept.
+// The reason for which an end is refused whose opening is true; empty where it is not. Without a token anybody can make
+// openings, so they are not kept.
 std::string Acceptor::refuse(const Greeting& theirs) {
   if (!access_.token.empty() && !opened_.insert(theirs.random).second) return "its opening was used before";
   return refuse_(theirs);

@@ -57,7 +57,7 @@ class Acceptor {
   const Refuse refuse_;
   const Bound bound_;
   const std::size_t most_;
-  std::set<decltype(Greeting::random)> opened_;         // by the true openings so far
+  std::set<decltype(Greeting::random)> opened_;         // the random numbers of true openings so far
   std::vector<std::unique_ptr<AcceptingEnd>> proving_;  // the oldest first
   std::vector<Accepted> accepted_;                      // for next
   bool no_descriptors_ = false;                         // this process can have no more for now

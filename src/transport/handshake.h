@@ -1,4 +1,4 @@
-// How the two ends of a connection learn who the other is, and that it belongs to the job.
+// The handshake by which the two ends of a connection learn who the other is, and that it belongs to the job.
 //
 //   the end that connects            the end that accepts
 //   Greeting, dialled, opening   ->
@@ -7,9 +7,8 @@
 //
 // `dialled` is the address to which the connection was made. The opening proves the first greeting and this address,
 // and for a loopback address also the host and network namespace. So an end that accepts keeps no stranger. A proof is
-// the HMAC-SHA-256, under the job's token, of three things: the role of the end that makes it, both greetings, and the
-// address that was dialled. So it is valid for this connection only, and cannot be sent back to its maker. Without a
-// token the key is empty.
+// the HMAC-SHA-256, under the job's token, of its maker's role, of both greetings and of the address that was dialled.
+// So it is valid for this connection only, and cannot be sent back to its maker. Without a token the key is empty.
 //
 // A process that relays a handshake is dialled at its own address, which the end that accepts does not have. The keys
 // of a session are derived from the same values, and no relay can know them (transport/seal.h).

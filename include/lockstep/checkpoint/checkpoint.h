@@ -2,9 +2,10 @@
 //
 // A checkpoint is one safetensors file: tensors under their names, and text entries in its metadata, with a checksum
 // over the whole file. It is written beside its place, flushed, and renamed, so that a kill at any moment leaves the
-// previous one whole; the next writer removes what is left of a killed one. TensorFlow's text file `checkpoint` in the
-// folder names the latest one and those that are kept. Nothing is removed but what Lockstep wrote, and no symbolic link
-// is followed for that.
+// previous one whole. The next writer removes the half-written file of a killed one. TensorFlow's text file
+// `checkpoint` in the folder names the latest checkpoint and those that are kept. Lockstep removes only files that it
+// wrote, and follows no symbolic link to remove one. Any thread may call the functions; other processes may write and
+// read the same folder.
 #pragma once
 
 #include <cstddef>
@@ -49,26 +50,28 @@ struct Archive {
 std::string checkpoint_file(const std::string& path);
 
 // Writes `archive` whole or not at all, making the folder if need be; several writers of one path do not disturb each
-// other. Replaces the file that is there, or a link to one. Throws IoError naming the file and the reason, and
+// other. Replaces the file, or the link to a file, that is there. Throws IoError naming the file and the reason, and
 // InvalidArgument where a name or a text is no UTF-8.
 void write_archive(const std::string& path, const Archive& archive);
 
-// Throws IoError when the file cannot be read or is no regular file, DataError (with the offset) when it is cut short,
-// altered or not a safetensors file. Files that others wrote, without our checksum, are accepted.
+// Reads the file at checkpoint_file(path). Throws IoError where the file cannot be read or is no regular file. Throws
+// DataError, with the offset, where it is cut short, altered or no safetensors file. Files of other programs, which
+// have no checksum of Lockstep's, are accepted.
 Archive read_archive(const std::string& path);
 
 // The path of the last checkpoint that was saved in `directory`, as load_weights and Checkpoint::restore take it. Where
-// one of its files is missing, cut short or altered: the last one that is whole, with a warning that says why; empty
-// when there is none. Reads all of its files. Follows tf.train.latest_checkpoint.
+// one of its files is missing, cut short or altered: the last checkpoint that is whole, with a warning that says why.
+// Empty where there is none. Reads all files of the checkpoint. Throws IoError where one cannot be read. Follows
+// tf.train.latest_checkpoint.
 std::string latest_checkpoint(const std::string& directory);
 
-// Appends `path` to the index of its folder as the latest and to `kept`; when `kept` then has more than `max_to_keep`
-// (0: no bound), its first ones are dropped from both, and their files deleted. Checkpoints of others in the folder
-// stay; other processes may record theirs at the same time. Throws IoError where a file `checkpoint` of the folder is
-// no index, or a lock cannot be had.
+// Appends `path` to the index of its folder as the latest and to `kept`. Where `kept` then has more than `max_to_keep`
+// (0: no bound), its first ones are dropped from both, and their files deleted. Other checkpoints in the folder stay;
+// other processes may record theirs at the same time. Throws IoError where the folder's file `checkpoint` is no index
+// or cannot be written, and where another process holds its lock for 30 s.
 void record_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep = 0);
 
-// What it does to `kept`; returns those that are dropped.
+// Changes `kept` as record_checkpoint does, and nothing on disk; returns the paths that are dropped.
 std::vector<std::string> keep_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep);
 
 // Stores `kept` in a checkpoint under `prefix`, as paths relative to `folder`; load_kept reads it back. So a copied

@@ -28,7 +28,7 @@ struct Cluster {
   std::map<std::string, int> tasks = {};
   std::map<std::string, std::vector<std::string>> jobs = {};
 
-  // A warning: the variables ask for something that this process does not do. Empty: none.
+  // A warning where the variables ask for something that this process does not do. Empty: none.
   std::string warning = {};
 };
 
@@ -43,17 +43,17 @@ struct Cluster {
 // - Open MPI's mpirun and MPICH's: OMPI_COMM_WORLD_..., PMI_... and MPI_LOCAL...;
 // - srun: SLURM_PROCID, SLURM_STEP_NODELIST and so on;
 // - GKE, on the hosts of a TPU: TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, where there are several and no launcher's;
-// - Volcano's plugins env and svc: VC_TASK_INDEX and VC_<TASK>_HOSTS of a Job with one task, which are found in
-// `names`,
-//   the names of all variables;
+// - Volcano's plugins env and svc: VC_TASK_INDEX and VC_<TASK>_HOSTS of a Job with one task;
 // - Kubernetes, in a pod of an Indexed Job: JOB_COMPLETION_INDEX, with WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the
 //   manifest.
 // Without any of them this process is alone. Some of them, or a variable of another launcher, are an error: a process
-// that was to be one of several does not train alone. Throws ClusterError naming the variable, its field, the value and
-// what is allowed; and both sources where two disagree.
+// that was to be one of several does not train alone. `names`: those of all variables, among which Volcano's are looked
+// for. Throws ClusterError naming the variable, its field, the value and what is allowed; and both sources where two
+// disagree. Any thread.
 Cluster resolve_cluster(const Environment& environment, const std::vector<std::string>& names = {});
-// Of this process. Logs the cluster's warning, once a process. Any thread may call it while none changes the
-// environment.
+
+// The cluster of this process, by its environment. Logs the cluster's warning, once a process. Throws ClusterError as
+// above. Any thread may call it while none changes the environment.
 Cluster resolve_cluster();
 
 }  // namespace lockstep

@@ -47,7 +47,8 @@ class Communicator {
   // The same ranks, now and later, with another timeout.
   Communicator with_timeout(double seconds) const;
 
-  // A handle of these ranks, now and later. Its calls below are for `purpose`, which `purpose()` returns.
+  // The same ranks, now and later. The collective calls below are then for `purpose`: ranks that call them for another
+  // one get InvalidArgument. Calls of `group()` itself tell their own purposes.
   Communicator with_purpose(Purpose purpose) const;
   Purpose purpose() const { return purpose_; }
 

@@ -167,7 +167,8 @@ class Group {
   std::shared_ptr<GroupBackend> shared_backend() const;
   Group with_backend(std::shared_ptr<GroupBackend> backend) const;
 
-  // How often it was called before on this rank. What all ranks make over a Group, in one order, is numbered by it.
+  // Returns how often it was called before on this rank, from 0. It numbers objects, such as pipelines, that all ranks
+  // make over a Group in one order. Not collective. Any thread.
   std::int64_t next_number() const;
 
   // Wakes every rank that waits in an operation, now or later, with Aborted(reason). The first reason is kept.

@@ -36,9 +36,9 @@ struct GroupOptions {
 
   // "tcp": sockets, the fastest over Ethernet; "ucx": UCX, for RDMA. UCX's own UCX_* variables apply; loading it with a
   // process's first such group changes the environment for a moment. Its connections are not authenticated: whoever
-  // reaches them, on loopback addresses other users of the host, can read and write this process's memory. So it is for
-  // trusted networks and hosts. The UCX that tools/bootstrap
-  // installs has TCP only; for RDMA configure with the site's own (1.22 or newer) in CMAKE_PREFIX_PATH.
+  // reaches them can read and write this process's memory. On loopback addresses that is any user of the host. So it is
+  // for trusted networks and hosts. The UCX that tools/bootstrap installs has TCP only; for RDMA configure with the
+  // site's own (1.22 or newer) in CMAKE_PREFIX_PATH.
   std::string network = "tcp";
 
   Implementation implementation = Implementation::automatic;

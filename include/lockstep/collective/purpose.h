@@ -6,16 +6,17 @@
 
 namespace lockstep {
 
-// A short hash of words such as "bucket 2 of DistributedDataParallel 1". Ranks' calls agree only when their purposes
-// do: calls of one kind and size that are for different things are refused instead of mixed. Errors give the words
-// that were named in this process.
+// A hash of 24 bits of words such as "bucket 2 of DistributedDataParallel 1". Ranks' calls agree only when their
+// purposes do. So calls of one kind and size that are for different things are not mixed, but refused with
+// InvalidArgument. Errors give the words that were named in this process.
 //
-// Naming takes memory and a lock: name purposes before the steps. A Purpose itself is a number. Any thread.
+// Naming takes memory and a lock: name purposes before the steps. A Purpose itself is a number, which is cheap to copy.
+// Any thread.
 class Purpose {
  public:
   static constexpr int kBits = 24;
 
-  // Not told. Agrees with itself alone.
+  // No purpose. It agrees only with no purpose.
   constexpr Purpose() = default;
   explicit Purpose(const std::string& words);
 
@@ -29,7 +30,7 @@ class Purpose {
   bool told() const { return hash_ != 0; }
   bool operator==(const Purpose&) const = default;
 
-  // The words, or what stands for them where this process never named it.
+  // The words; where this process never named the purpose, a text that says so.
   std::string words() const;
 
  private:

@@ -157,8 +157,10 @@ class Dataset {
 
   DatasetIterator iterate(Position position = {}) const;
 
-  // The first element of an epoch; nothing where there is none. After keeping_first, the next iterator over this epoch
-  // begins with what was read for it: nothing is computed twice, and a source that can be read once loses nothing.
+  // The first element of an epoch; nothing where the epoch is empty. In the data set that keeping_first returns, the
+  // next iterator over this epoch begins with the element that `first` read. So nothing is computed twice, and a source
+  // that can be read once loses nothing. Throws what the source and the functions of map throw. Any thread; copies of
+  // that data set share the element.
   std::optional<Example> first(std::int64_t epoch = 0) const;
   Dataset keeping_first() const;
 

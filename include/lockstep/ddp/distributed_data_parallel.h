@@ -35,11 +35,11 @@ struct DistributedDataParallelOptions {
   // After every backward with gradients averaged all ranks get rank 0's buffers (BatchNorm's statistics).
   bool broadcast_buffers = true;
 
-  // A backward counts by its examples: dimension `batch_dim` of the first tensor that was passed to the module, in each
-  // of the forwards that the backward goes through. So ragged last batches give the mean over all examples. Where
-  // another input than a tensor comes first, but for numbers, strings, and tuples that begin with one, `add_examples`
-  // tells. A backward whose examples are not known throws InvalidArgument. Off: every backward counts the same, as in
-  // PyTorch.
+  // A backward counts by the examples of all forwards that it goes through. A forward's examples are the size of
+  // dimension `batch_dim` of the first tensor among its inputs that has this dimension. So ragged last batches give the
+  // mean over all examples. Numbers, strings and empty values before the tensor are passed over; tuples, pairs and
+  // arrays are looked into. Where another input comes first, such as a vector or a struct, `add_examples` must tell. A
+  // backward whose examples are not known throws InvalidArgument. Off: every backward counts the same, as in PyTorch.
   bool weigh_by_examples = true;
   std::int64_t batch_dim = 0;  // 1 for [time, batch, features]
 
@@ -71,9 +71,9 @@ class CollectiveStep {
 class DistributedGradients {
  public:
   // Gives all ranks rank 0's parameters and buffers. Throws InvalidArgument, on all ranks, naming a parameter that
-  // differs in shape or dtype, or in whether it requires a gradient. Those that require none are not reduced: wrap the
-  // module anew after one requires a gradient, and after a layer was added. A forward, or the first backward that
-  // reaches such a parameter, throws InvalidArgument otherwise.
+  // differs in shape or dtype, or in whether it requires a gradient. Parameters that require no gradient are not
+  // reduced. So wrap the module anew after a frozen parameter requires a gradient, and after a layer was added. Else a
+  // forward, or the first backward that reaches the parameter, throws InvalidArgument. Collective.
   DistributedGradients(std::shared_ptr<torch::nn::Module> module, Communicator ranks,
                        DistributedDataParallelOptions options);
   ~DistributedGradients();
@@ -98,16 +98,18 @@ class DistributedGradients {
   // Not for modules with synchronized batch normalization, whose layers wait for every rank.
   void join(const std::function<void()>& loop);
 
-  // Adds to the number of examples for which the next backward counts on this rank, beside those of forwards that were
-  // made through DistributedDataParallel; calls since the last backward add up. Ignored where gradients are off.
-  // Another backward of the same graph counts as much.
+  // Adds to the number of examples for which the next backward counts on this rank, beside the examples of forwards
+  // that were made through DistributedDataParallel. Calls since the last backward add up. Another backward of the same
+  // graph counts as much. Ignored where gradients are off.
   void add_examples(double examples);
 
-  // Call it before each forward. Throws Error where the last backward was interrupted and the ranks are still the same.
+  // Call it before each forward. Collective after a regroup. Throws Error where the last backward was interrupted and
+  // the ranks are still the same. Throws InvalidArgument where a parameter requires a gradient that would not be
+  // reduced, and where a later wrapper has taken the gradients.
   void prepare();
 
-  // `prepare`, and a forward whose operators are recorded until the result's end. `examples`: of its inputs; empty
-  // where they do not tell.
+  // Calls `prepare`, and begins a forward, whose operators are recorded until the result ends. `examples`: how many the
+  // forward's inputs have; empty where they do not tell. Throws as `prepare`.
   internal::RecordedForward begin_forward(std::optional<double> examples);
 
   std::vector<std::int64_t> bucket_order() const;
@@ -129,10 +131,10 @@ class DistributedGradients {
 // as construction does. Rank 0's optimizer state and place in the loop are for the caller to broadcast with them: one
 // rank may have made the step in which another heard of the loss.
 //
-// One thread a rank. Call the module through this: `ddp(x)`, or `ddp.forward(x)`; `ddp->forward(x)` is the module's
-// own, of which nothing is known. The module is shared, not copied. Each backward with sync on is one step of all
-// ranks; in it, parameters may be unused on some ranks or on all (their gradients stay undefined where no rank has
-// one). Gradients are views of memory that the next step overwrites.
+// One thread a rank. Call the module through this: `ddp(x)`, or `ddp.forward(x)`. `ddp->forward(x)` is the module's own
+// forward, of which this object does not know. The module is shared, not copied. Each backward with sync on is one step
+// of all ranks. In a step parameters may be unused on some ranks or on all; their gradients stay undefined where no
+// rank has one. Gradients are views of memory that the next step overwrites.
 template <class M>
 class DistributedDataParallel : public DistributedGradients {
  public:

@@ -1,4 +1,4 @@
-// A forward whose backward will count by its examples.
+// A forward that is recorded, so that its backward counts by the forward's examples.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,16 +16,16 @@ class BackwardWeights;
 
 namespace lockstep::internal {
 
-// While it lives, this thread makes a forward.
+// While it lives, this thread makes a forward: backwards through its operators count its examples. One thread.
 class RecordedForward {
  public:
-  // `examples`: of its inputs; empty where they do not tell.
+  // `examples`: how many the inputs have; empty where they do not tell. `weights` must outlive this object.
   RecordedForward(gradient::BackwardWeights& weights, std::optional<double> examples);
   ~RecordedForward();
   RecordedForward(const RecordedForward&) = delete;
   RecordedForward& operator=(const RecordedForward&) = delete;
 
-  // The forward's result, with which a backward may begin.
+  // The forward's output, unchanged in value. A tensor is one with which a backward may begin.
   template <class Output>
   Output result(Output output) const {
     if constexpr (std::is_same_v<Output, at::Tensor>) return as_result(std::move(output));
@@ -40,10 +40,10 @@ class RecordedForward {
   const std::uint64_t begin_;
 };
 
-// The number of examples, as far as the inputs tell, in their order.
+// The number of examples that the inputs tell, which are looked at in their order.
 struct CountedExamples {
   std::optional<double> examples;  // of the first tensor that has the dimension
-  bool ended = false;              // whether to look no further: found, or an input of an unknown kind came first
+  bool ended = false;              // no further input is looked at: one told, or one was of an unknown kind
 };
 
 template <class T>
@@ -75,7 +75,8 @@ void count_examples(const Input& input, std::int64_t batch_dim, CountedExamples&
   }
 }
 
-// Empty where they do not tell.
+// The size of dimension `batch_dim` of the first tensor among the inputs that has the dimension. Empty where the inputs
+// do not tell.
 template <class... Inputs>
 std::optional<double> examples_in(std::int64_t batch_dim, const Inputs&... inputs) {
   CountedExamples counted;

@@ -85,10 +85,10 @@ class FullyShardedParameters {
   // examples; the next backward after zero_grad overwrites their memory. Without gradients where no rank has any.
   const std::vector<Tensor>& parameters() const;
 
-  // The number of examples for which the next backward counts on this rank, beside those of forwards through
-  // FullySharded; calls since the last backward add up. Where neither was, all ranks count the same; but FullySharded
-  // throws InvalidArgument, and so does a backward of which it was not told after one of which it was. In a Pipeline,
-  // whose steps have many backwards, scale the losses instead. Ignored where gradients are off.
+  // Adds to the number of examples for which the next backward counts on this rank, beside the examples of forwards
+  // through FullySharded. Calls since the last backward add up. Without any number all ranks count the same. But a
+  // backward without one throws InvalidArgument with FullySharded, and after a backward that was told one. In a
+  // Pipeline, whose steps have many backwards, scale the losses instead. Ignored where gradients are off.
   void add_examples(double examples);
 
   // Gives up what is gathered, so that the next forward reads the shards as they are now. FullySharded does so before
@@ -108,10 +108,11 @@ class FullyShardedParameters {
   void load(const std::map<std::string, Tensor>& values);
 
  protected:
-  // Gives up what is gathered, and begins a forward whose operators are recorded until the result's end.
+  // Calls `release`, and begins a forward, whose operators are recorded until the result ends. `examples`: how many the
+  // forward's inputs have; empty where they do not tell.
   internal::RecordedForward begin_forward(std::optional<double> examples);
 
-  // From now on the examples of each backward are those of the forwards in its graph.
+  // From now on a backward counts by the examples of the forwards in its graph, and is refused without any.
   void expect_forwards();
 
  private:
@@ -119,10 +120,10 @@ class FullyShardedParameters {
   std::unique_ptr<State> state_;
 };
 
-// The module with its shards. Call the module through this, `sharded(x)`: `sharded->forward(x)` is the module's own, of
-// which nothing is known. Its backward throws; and so does its forward, on ranks that have shards, where an operator,
-// such as an optimizer's, has changed shards since their values were gathered: call release() before. What changes them
-// without an operator is not seen.
+// The module with its shards. Call the module through this, `sharded(x)`. `sharded->forward(x)` is the module's own
+// forward, of which this object does not know: its backward throws InvalidArgument. On ranks that have shards, the
+// module's own forward throws Error where an operator, such as an optimizer's, has changed shards since the values were
+// gathered: call release() before. A change without an operator of LibTorch is not seen.
 template <class M>
 class FullySharded : public FullyShardedParameters {
  public:

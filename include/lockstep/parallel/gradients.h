@@ -8,12 +8,13 @@
 
 namespace lockstep {
 
-// Gives all ranks, each of which has its part of the batch (mesh["data"]), the mean of their gradients, weighted by the
-// `examples` of each. A parameter that is divided among these ranks, or an expert's, has the sum over all ranks
-// already, which becomes the mean; then all must have as many examples, or it throws InvalidArgument. Where only some
-// ranks have a gradient, it counts as zero on the others; where none has, it stays undefined, so that optimizers leave
-// the parameter as it is. Sparse gradients become dense. For gradients that were summed over several backwards, such
-// as a Pipeline's; DistributedDataParallel does so while backward goes on.
+// Gives all ranks the mean of their gradients. Each rank has its part of the batch (mesh["data"]), and counts by its
+// `examples`, 0 or more. Where only some ranks have a gradient, it counts as zero on the others. Where none has, it
+// stays undefined, so that optimizers leave the parameter as it is. Sparse gradients become dense. A parameter that is
+// divided among these ranks, or an expert's, has the sum over all ranks already, which becomes the mean. This is for
+// gradients that were summed over several backwards, such as a Pipeline's; DistributedDataParallel averages while
+// backward goes on. One thread a rank. Throws InvalidArgument for a negative `examples`, for parameters that
+// fully_shard divided, and where ranks with divided parameters differ in `examples`.
 void average_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks, double examples = 1);
 
 // Scales the gradients so that their norm over the whole model is at most `max_norm`, and returns what the norm was.

@@ -32,7 +32,7 @@ struct MoEOptions {
 
 // The gate is on all ranks, an expert on one. The result does not depend on the number of ranks: it is that of one
 // process with all experts and all ranks' tokens. Collective: all ranks make their layers in one order, and call
-// forward and backward alike; InvalidArgument where they are in different layers. One thread a rank.
+// forward and backward alike. Both throw InvalidArgument where ranks are in different layers. One thread a rank.
 class MoEImpl : public torch::nn::Module {
  public:
   // `make_expert` returns a module holder, or a shared_ptr to a module, with `Tensor forward(Tensor)`, [tokens, width]
@@ -47,10 +47,10 @@ class MoEImpl : public torch::nn::Module {
   // of their gate, over their top_k experts.
   Tensor forward(const Tensor& x);
 
-  // Of the last forward, a scalar: experts times the sum over experts of (share of tokens whose first choice it is)
-  // times (mean probability), over all ranks' tokens; 1 where tokens are spread evenly. Each rank has its part of it,
-  // so that the mean of the ranks' gradients is that of the whole. Switch Transformers, equation 4. Throws
-  // InvalidArgument where gradients are on and the last forward was one of recompute, which keeps no graph of it.
+  // A scalar of the last forward, over all ranks' tokens: experts times the sum over experts of (share of tokens whose
+  // first choice it is) times (mean probability). It is 1 where tokens are spread evenly. Each rank has its part of the
+  // scalar, so the mean of the ranks' gradients is that of the whole. Switch Transformers, equation 4. recompute keeps
+  // no graph of the scalar. So after a forward of recompute this throws InvalidArgument where gradients are on.
   Tensor balance_loss() const;
 
   // Of the last forward, over all ranks: how many tokens each expert took, and the choices that were dropped.

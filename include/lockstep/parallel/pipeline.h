@@ -90,7 +90,7 @@ struct PipelineOptions {
 // The mean over the examples of a microbatch: a scalar.
 using PipelineLoss = std::function<Tensor(const Tensor& output, const Tensor& target)>;
 
-// The divisor of the sum of a batch's losses, such as the number of labels that count.
+// The divisor of the sum of a batch's losses, from the whole batch's target, such as the number of labels that count.
 using PipelineWeight = std::function<double(const Tensor& target)>;
 
 // What is differentiated for a microbatch, a scalar, from the last stage's output for its examples: `count` ones of the
@@ -110,17 +110,18 @@ class Pipeline {
   // Forward and backward of a batch: adds the gradient of the mean loss over its examples to the gradients of this
   // rank's parameters, and returns that loss, on all ranks. x [examples, ...] is read by the first stage's rank and
   // target [examples, ...] by the last one's; on the others they are only counted. On every rank x must be on the
-  // device of its stages: what other ranks send is copied there. Microbatches differ by one example at most; there are
-  // fewer of them where there are fewer examples; but where the stages' parameters are sharded, or have experts, all
-  // microbatches are computed, some without examples, and x may have none. The third step is collective over the whole
-  // mesh whose axis the ranks are. Throws InvalidArgument where gradients are off; and where `target`, of int64, has
-  // labels of -100, the ignore_index of LibTorch's losses, unequally in the microbatches: the mean of a microbatch is
-  // then not over its examples. Give a sum and a weight for it, and for every other loss that is not a mean over
-  // examples.
+  // device of its stages: what other ranks send is copied there. Microbatches differ by one example at most, and there
+  // are fewer of them where there are fewer examples. But where the stages' parameters are sharded, or have experts,
+  // all microbatches are computed, some without examples, and x may have none. The third step is collective over the
+  // whole mesh whose axis the ranks are. Throws InvalidArgument where gradients are off. Throws it also where labels of
+  // int64 in `target` are -100, the ignore_index of LibTorch's losses, unequally in the microbatches. The mean of a
+  // microbatch is then not over its examples. For such a loss, and every other that is not a mean over examples, give a
+  // sum and a weight.
   double step(const Tensor& x, const Tensor& target, const PipelineLoss& loss);
 
-  // The same for the loss that is `sum` over the batch, divided by `weight` of the batch's target: `sum` is of a
-  // microbatch, a scalar. Both are called on the last stage's rank alone. For cross entropy with an ignore_index:
+  // A step for the loss that is `sum` over the batch, divided by `weight` of the batch's target. `sum` is called for
+  // each microbatch and returns a scalar, `weight` once; both on the last stage's rank alone. Throws InvalidArgument
+  // where gradients are off. For cross entropy with an ignore_index:
   //
   //   pipeline.step(x, y, [](const at::Tensor& output, const at::Tensor& y) {
   //     return torch::cross_entropy_loss(output, y, {}, at::Reduction::Sum, /*ignore_index=*/-100);

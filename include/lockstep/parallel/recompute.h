@@ -17,10 +17,11 @@ Tensor recompute(const std::shared_ptr<torch::nn::Module>& module, const Forward
 
 // module(x), a module holder or a shared_ptr to a module with `Tensor forward(Tensor)`, of which only x is kept for
 // backward. Its second forward has the random numbers, the modes (train, eval) and the values of buffers of the first
-// one, so that it computes the same. It leaves buffers, such as BatchNorm's running statistics, as they are; other state
-// that a module changes in its forward it changes twice. Hooks on parameters' gradients are called once. Cannot be differentiated twice. Throws InvalidArgument for a module that changes its
-// input in place; in a backward before which its parameters were changed; and in one of a module that uses another
-// tensor that requires gradients, such as a parameter of another module.
+// one, so it computes the same. The second forward leaves buffers, such as BatchNorm's running statistics, as they are;
+// other state that a module changes in its forward changes twice. Hooks on its parameters' gradients are called once.
+// Cannot be differentiated twice. Throws InvalidArgument for a module that changes its input in place. Backward throws
+// it where parameters were changed since the first forward. It does so too where the module uses another tensor that
+// requires gradients, such as a parameter of another module. Any thread; the module must not be used by two at a time.
 template <class Holder>
 requires internal::ModuleHolder<Holder> Tensor recompute(const Holder& module, const Tensor& x) {
   const auto pointer = internal::module_of(module);

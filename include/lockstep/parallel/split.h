@@ -69,11 +69,12 @@ class SplitModel {
 
   // Forward and backward of a batch that all ranks have: each computes its part of it. Adds the gradient of the mean
   // loss over all examples to this rank's parameters, and returns that loss, on all ranks. x, target: [examples, ...].
-  // Throws InvalidArgument where the data axis does not divide the number of examples, for labels that a mean leaves
-  // out, as Pipeline::step, and what a layer or the loss throws: the calls of all ranks of the mesh end then.
+  // Throws InvalidArgument where the data axis does not divide the number of examples, and for labels that a mean
+  // leaves out, as Pipeline::step. Throws what a layer or the loss throws: the calls of all ranks of the mesh end then.
   double step(const Tensor& x, const Tensor& target, const SplitLoss& loss);
 
-  // The same for the loss that is `sum` over the batch, divided by `weight` of the batch's target, as Pipeline::step.
+  // A step for the loss that is `sum` over the batch, divided by `weight` of the batch's target. Both are functions as
+  // in Pipeline::step; throws as above.
   double step(const Tensor& x, const Tensor& target, const SplitLoss& sum, const PipelineWeight& weight);
 
   // Collective. Scales the gradients so that their norm over the whole model is at most `max_norm`, and returns what it

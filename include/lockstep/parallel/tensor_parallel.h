@@ -59,14 +59,14 @@ struct RowwiseParallel {
   Layout input = Shard{-1};
   Layout output = Replicate();
 
-  // Of an embedding whose weight is a head's as well: torch::linear(x, weight) gives this rank's part of the logits,
-  // for vocabulary_parallel_cross_entropy; else whole ones.
+  // For an embedding whose weight is a head's as well: torch::linear(x, weight) gives this rank's part of the logits,
+  // for vocabulary_parallel_cross_entropy. Off: it gives whole logits.
   bool divided_logits = false;
 };
 
-// For linear layers whose output all ranks have whole, and each uses for its part of other activations: keys and values
-// of multi-query attention, which the divided heads share. Each rank has all weights; gradients of the output are
-// summed. Input: whole, or divided along any dimension but the last.
+// For linear layers whose output all ranks have whole, and each uses for its part of other activations. Such are keys
+// and values of multi-query attention, which the divided heads share. Each rank has all weights; gradients of the
+// output are summed. Input: whole, or divided along any dimension but the last.
 struct ReplicateParallel {
   Layout input = Replicate();
 };
@@ -83,27 +83,29 @@ using ParallelStyle = std::variant<ColwiseParallel, RowwiseParallel, SequencePar
 using ParallelPlan = std::vector<std::pair<std::string, ParallelStyle>>;
 
 // Gives all ranks rank 0's parameters and buffers, then keeps this rank's part of those that the plan divides, in the
-// module's own tensors. Optimizers made afterwards have state for the parts alone. What torch::Linear, torch::linear
-// and embedding compute with them from then on communicates; parameters that tied layers share are divided once. A
-// weight that two layers have by assignment, head->weight = embedding->weight, is found by the layer's name too.
+// module's own tensors. Optimizers made afterwards have state for the parts alone. From then on torch::Linear,
+// torch::linear and embedding communicate when they compute with these tensors. Parameters that tied layers share are
+// divided once. A weight that two layers have by assignment, head->weight = embedding->weight, is found by the layer's
+// name too.
 //
 // Other operators see the whole of a layer's divided parameter, as in one process: weight * mask, a norm for a penalty,
-// einsum. The value is gathered for each call, with one warning, and the gradient is this rank's part of the whole's;
-// all ranks must make the call. Elementwise operators of the parameter alone, or of tensors of the part's shape without
-// gradients, as optimizers make them, act on the parts; in-place ones take their part of operands that are whole. What
-// could mean the part or the whole throws InvalidArgument: slices along the divided dimension, and random numbers in
-// place. size() is the part's. A parameter of the style Shard is the part for all operators but reductions.
+// einsum. The value is gathered for each call, with one warning, and all ranks must make the call. The gradient is this
+// rank's part of the whole's. Elementwise operators act on the parts where they take the parameter alone, or, without
+// gradients, tensors of the part's shape, as optimizers do. In-place operators take their part of operands that are
+// whole. Operators that could mean the part or the whole throw InvalidArgument: slices along the divided dimension, and
+// random numbers in place. size() is the part's. A parameter of the style Shard is the part for all operators but
+// reductions.
 //
-// Where a parameter that all ranks have whole gets other gradients on other ranks, backward throws InvalidArgument. It
-// compares them in the first, second, fourth, eighth and so on.
+// Where a parameter that all ranks have whole gets other gradients on other ranks, backward throws InvalidArgument.
+// Only the first, second, fourth, eighth backward and so on compares the gradients.
 //
 // Collective, and so are forward and backward from then on: each rank computes the same operators in the same order,
 // with the same inputs. Where a rank's activations are not of the shape that a layer needs, its forward throws
 // InvalidArgument, which names the layer.
 //
-// Throws InvalidArgument, on all ranks, where the ranks' modules or plans differ, for a pattern that no name matches,
-// for a layer that a style is not made for, for sizes that cannot be divided by the number of ranks, and for layouts
-// that a style does not have.
+// Throws InvalidArgument, on all ranks, where the ranks' modules or plans differ, and for a pattern that no name
+// matches. Throws it also for a layer that a style is not made for, sizes that the number of ranks does not divide, and
+// layouts that a style does not have.
 void parallelize_module(torch::nn::Module& module, const Communicator& ranks, const ParallelPlan& plan);
 
 template <class Holder>
@@ -116,11 +118,11 @@ void parallelize_module(const Holder& module, const Communicator& ranks, const P
 // tensor, outside of autograd. Follows DTensor.full_tensor.
 Tensor full_tensor(const Tensor& parameter);
 
-// The negative logarithm of the softmax at the label, for each example, where each rank has the logits of its part of
-// the classes: [..., classes / ranks]; labels [...] of int64, the same on all ranks. The result [...] is the same on
-// all. Labels that are `ignore_index` give 0. Collective. Follows torch.distributed.tensor.parallel's
-// loss_parallel. Throws InvalidArgument for other shapes and dtypes, for a label that is no class, and for logits that
-// are the same on all ranks, since those are whole.
+// The negative logarithm of the softmax at the label, for each example. Each rank has the logits of its part of the
+// classes, [..., classes / ranks]; labels are [...] of int64, the same on all ranks. The result [...] is the same on
+// all. Labels that are `ignore_index` give 0. Collective. Follows torch.distributed.tensor.parallel's loss_parallel.
+// Throws InvalidArgument for other shapes and dtypes, and for a label that is no class. Throws it also for logits that
+// are the same on all ranks: those are whole.
 Tensor vocabulary_parallel_cross_entropy(const Tensor& logits, const Tensor& labels, const Communicator& ranks,
                                          std::int64_t ignore_index = -100);
 

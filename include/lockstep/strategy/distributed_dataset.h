@@ -60,7 +60,8 @@ class DistributedIterator {
   std::optional<PerReplica<internal::Part>> next_parts_of(int part, int parts);
   bool skip();
 
-  // Part `part` of `parts` of the element that was read last; nothing where none was, as after iterate(position).
+  // Each replica's part of part `part` of `parts` of the element that was read last. Nothing where none was read since
+  // the iterator was made.
   std::optional<PerReplica<internal::Part>> parts_of_last(int part, int parts) const;
 
   // Its index counts the steps that `next` has returned; with one_a_worker the elements in them.
@@ -70,9 +71,11 @@ class DistributedIterator {
   // still to be returned.
   std::int64_t examples() const { return examples_; }
 
-  // The size of the element that was read last; 0 before the first. And a hash of it, cheap where its rows still
-  // lie in a table: of their indices and the first row.
+  // The number of examples of the element that was read last; 0 before the first.
   std::int64_t element_size() const;
+
+  // A hash of the element that was read last, or of the step's elements; 0 before the first. Where the rows still lie
+  // in a table, only their indices and the first row are hashed, which is cheap.
   std::uint64_t element_hash() const;
 
   // Whether each worker reads elements of its own.

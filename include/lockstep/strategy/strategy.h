@@ -111,13 +111,15 @@ class Strategy {
   template <class Function, class... Args>
   auto run(Function&& function, Args&&... args) const;
 
-  // One value from all replicas', in replica order: sum, mean, min, max or product. Throws InvalidArgument, on all
-  // workers, where shapes or dtypes differ.
+  // One value from all replicas', in replica order: sum, mean, min, max or product, elementwise, on the device of this
+  // worker's first value. Collective over the workers. Throws InvalidArgument, on all workers, where shapes or dtypes
+  // differ, and for values that are undefined or sparse. Follows tf.distribute.Strategy.reduce.
   Tensor reduce(ReduceOp op, const PerReplica<Tensor>& values) const;
   double reduce(ReduceOp op, const PerReplica<double>& values) const;
 
-  // The replicas' tensors one after the other along `axis`. Throws InvalidArgument, on all workers, where other sizes
-  // or dtypes differ.
+  // The replicas' tensors one after the other along `axis`, on the device of this worker's first one. Collective over
+  // the workers. Throws InvalidArgument, on all workers, where the workers' dtypes, or sizes along other dimensions,
+  // differ; LibTorch's error where those of one worker's own replicas do. Follows tf.distribute.Strategy.gather.
   Tensor gather(const PerReplica<Tensor>& values, std::int64_t axis = 0) const;
 
   // Splits each batch of `dataset` among the replicas, in order; sizes differ by one at most, and may be 0. Where

@@ -53,7 +53,7 @@ class LearningRateScheduler : public Callback {
 
 struct EarlyStoppingOptions {
   std::string monitor = "val_loss";
-  double min_delta = 0;  // its absolute value
+  double min_delta = 0;  // its absolute value counts
   int patience = 0;
   Mode mode = Mode::automatic;
   std::optional<double> baseline = {};
@@ -62,8 +62,8 @@ struct EarlyStoppingOptions {
 };
 class EarlyStopping : public Callback {
  public:
-  // Throws InvalidArgument for a number that is out of range; when training begins, where the mode is automatic and
-  // nothing says which way the monitored value gets better.
+  // Throws InvalidArgument for a number that is out of range. Training throws it as it begins where the mode is
+  // automatic and nothing says which way the monitored value gets better.
   explicit EarlyStopping(EarlyStoppingOptions options = {});
   void on_train_begin() override;
   void on_epoch_end(int epoch, const Logs& logs) override;
@@ -90,7 +90,9 @@ struct CSVLoggerOptions {
   bool append = false;
 };
 
-// One line an epoch. With `append` a last line that was cut off stays as it is, with a warning, and lines follow it.
+// Writes one line an epoch to a file, values with the separator between them, from the chief alone. With `append` a
+// last line that was cut off stays as it is, with a warning, and new lines follow it. Training throws IoError where the
+// file cannot be written.
 class CSVLogger : public Callback {
  public:
   explicit CSVLogger(std::string filename, CSVLoggerOptions options = {});

@@ -1,5 +1,5 @@
-// Layers of Sequential. Handles of descriptions; modules are made when the input's sizes are known. Names, defaults and
-// initial values are those of keras.layers; images are [batch, channels, height, width], as in LibTorch.
+// Layers of Sequential. A Layer is a handle of a description; modules are made when the input's sizes are known. Names,
+// defaults and initial values are those of keras.layers; images are [batch, channels, height, width], as in LibTorch.
 #pragma once
 
 #include <array>
@@ -74,12 +74,13 @@ struct LayerUse;  // the library's own
 }
 
 // A shared handle: copies are the same layer. A layer that stands twice in a model has its weights once, as in Keras. A
-// layer is part of one model: building another with it throws InvalidArgument.
+// layer is part of one model: building another model with it throws InvalidArgument.
 class Layer {
  public:
-  explicit Layer(std::shared_ptr<const LayerSpec> spec);  // not null
-  // The model, with the weights that it has, becomes a part of the one that gets this layer, and is used through that
-  // alone: its own fit, evaluate, predict, saving and loading throw InvalidArgument from then on.
+  explicit Layer(std::shared_ptr<const LayerSpec> spec);  // throws InvalidArgument for null
+
+  // The nested model, with its weights, becomes a part of the model that gets this layer, and is used through that
+  // model alone. The nested model's own fit, evaluate, predict, saving and loading throw InvalidArgument from then on.
   explicit Layer(const Sequential& nested);
   Layer(const ShardedEmbedding& embedding);  // NOLINT: a layer like the others. Integers [batch, ...]
   const LayerSpec& spec() const { return *spec_; }
@@ -153,7 +154,8 @@ class Dropout : public Layer {
 // Normalizes each feature over the batch and all other dimensions. Running statistics: momentum * old + (1 - momentum)
 // * batch, with the biased variance.
 struct BatchNormalizationOptions {
-  // The features' dimension. Empty: the last of [batch, features] and [batch, time, features]; 1 where there are more.
+  // The features' dimension. Empty: the last one of [batch, features] and [batch, time, features]; 1 for inputs of more
+  // dimensions.
   std::optional<std::int64_t> axis = {};
   double momentum = 0.99;
   double epsilon = 1e-3;

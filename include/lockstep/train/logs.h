@@ -33,8 +33,8 @@ struct History {
   const std::vector<double>& operator[](const std::string& name) const;
 };
 
-// Which way a monitored value gets better. automatic: down for the loss, and as the metric says of itself
-// (MetricFunction::better); else callbacks ask for one of the others, as in Keras.
+// The way in which a monitored value gets better. automatic: down for the loss, and for a metric as the metric says
+// (MetricFunction::better). Callbacks throw InvalidArgument where nothing says so, as in Keras.
 enum class Mode { automatic, min, max };
 
 }  // namespace lockstep

@@ -27,7 +27,8 @@ class MetricFunction {
                       const Tensor& sample_weight) const = 0;
   virtual double result(std::span<const double> state) const = 0;
 
-  // Which way it gets better, for callbacks with Mode::automatic; automatic: not known, so that these ask for a mode.
+  // The way in which the metric gets better, for callbacks with Mode::automatic. automatic: not known, and such
+  // callbacks throw InvalidArgument.
   virtual Mode better() const { return Mode::automatic; }
 };
 

@@ -74,8 +74,8 @@ struct PredictOptions {
 };
 
 struct LoadWeightsOptions {
-  bool skip_mismatch = false;  // variables of another shape in the file stay as they are
-  bool by_name = false;        // so do variables that the file lacks; what the model lacks is passed over
+  bool skip_mismatch = false;  // variables that have another shape in the file stay as they are
+  bool by_name = false;        // variables that the file lacks stay as they are; others in the file are passed over
 };
 
 // Seconds that replica 0 spent in each part of the train steps so far; input: the thread that calls fit.
@@ -109,11 +109,14 @@ class Model {
   History fit(const Dataset& data, const FitOptions& options = {});
 
   // Loss and metrics over the data set, each example once. Workers that read the same batches (AutoShardPolicy::data)
-  // must have the same: InvalidArgument on all where data, order or lengths differ. With file each evaluates its files,
-  // with off all of its own data.
+  // must have the same data: throws InvalidArgument on all where contents, order or lengths differ. With
+  // AutoShardPolicy::file each worker evaluates its files, with off all of its own data. Collective over the workers.
+  // Throws also what the data set and metrics throw.
   Logs evaluate(const Dataset& data, const EvaluateOptions& options = {});
 
-  // The outputs for all examples, in order: [examples, ...]. All workers must read the same batches, as for evaluate.
+  // The outputs for all examples, in order: [examples, ...], in host memory. All workers must read the same batches, as
+  // for evaluate. Throws InvalidArgument for data without examples, and for outputs whose shapes differ beside the
+  // first dimension.
   Tensor predict(const Dataset& data, const PredictOptions& options = {});
 
   // One step on one global batch; the loss and metrics of that batch. Keras's train_on_batch.
@@ -128,9 +131,9 @@ class Model {
 
   // safetensors under the module's parameter and buffer names. `path` as ModelCheckpoint and latest_checkpoint give it;
   // a model that is not built yet takes the weights when it is. Loading throws as read_archive, and InvalidArgument
-  // naming all that differs, or, with options, where no variable of the model is in the file; nothing has changed then.
-  // A warning names what the options pass over. Values of float16 and bfloat16 are converted for variables of float32
-  // and float64, which is exact; other dtypes must be the variables' own.
+  // naming all that differs. With options it throws InvalidArgument where no variable of the model is in the file, and
+  // a warning names what the options pass over. Where it throws, nothing has changed. Values of float16 and bfloat16
+  // are converted for variables of float32 and float64, which is exact; other dtypes must be the variables' own.
   void save_weights(const std::string& path) const;
   void load_weights(const std::string& path, const LoadWeightsOptions& options = {});
 
@@ -141,7 +144,9 @@ class Model {
   double learning_rate() const;
   void set_learning_rate(double rate);
   std::int64_t iterations() const;
-  // fit ends after this step or epoch; called in a step of several workers, who agree on it, after the next one.
+
+  // fit ends after this step or epoch. Called in a step of several workers, which agree on the end, after the next
+  // step.
   void stop_training();
 
   Strategy strategy() const;
@@ -151,10 +156,11 @@ class Model {
 
   // Replica 0's own module, as the factory made it: for torch::save, for a forward of your own (call eval() on it
   // before, and train() after it), or to read its members. All replicas have the same parameters; change them by fit,
-  // or by load_weights. Its requires_grad holds for all replicas from the next epoch (with parameter servers: fit) or
-  // train_on_batch on; compile again where a parameter is to be trained that was frozen then. Buffers, such as those of
-  // BatchNorm, are replica 0's own: evaluate, predict and save_weights use the replicas' mean, by the examples that
-  // each has seen. Throws InvalidArgument where it is not an M.
+  // or by load_weights. Its requires_grad holds for all replicas from the next epoch (with parameter servers: the next
+  // fit) or train_on_batch on. Compile again before a parameter is trained that was frozen when the model was compiled.
+  // Buffers, such as those of BatchNorm, are replica 0's own. Evaluation, prediction and save_weights use the replicas'
+  // mean, in which a replica counts by the examples that it has seen. Throws InvalidArgument where the module is not an
+  // M.
   template <class M>
   std::shared_ptr<M> module() const {
     auto found = std::dynamic_pointer_cast<M>(first_module());

@@ -28,13 +28,13 @@ struct ModelCheckpointOptions {
   bool background = false;
 };
 
-// Saves to `filepath`, in which {epoch} (from 1), {batch} and the logs' names are replaced, also with a format as in
-// {epoch:02d} or {val_loss:.2f}, of at most 200 digits; where an epoch was not validated, or was interrupted before, a
-// value is nan. Records each in the folder's `checkpoint` index, which latest_checkpoint reads. Throws when training
-// begins: InvalidArgument for a name in `filepath` that no log will have, for other formats, and, with save_best_only
-// and Mode::automatic, where nothing says which way the monitored value gets better; IoError where the folder cannot be
-// written, or its file `checkpoint` is no index. Where one cannot be saved later (the disk is full), the training goes
-// on with a warning, and throws IoError at its end if that was the last one.
+// Saves to `filepath`, in which {epoch} (from 1), {batch} and the logs' names are replaced. They may have a format, as
+// in {epoch:02d} or {val_loss:.2f}, of at most 200 digits. Where an epoch was not validated, or was interrupted before,
+// a value is nan. Records each checkpoint in the folder's `checkpoint` index, which latest_checkpoint reads. Training
+// throws as it begins. InvalidArgument: for a name in `filepath` that no log will have, and for other formats; with
+// save_best_only and Mode::automatic, where nothing says which way the monitored value gets better. IoError: where the
+// folder cannot be written, or its file `checkpoint` is no index. Where a checkpoint cannot be saved later (the disk is
+// full), the training goes on with a warning. It throws IoError at its end if that was the last checkpoint.
 class ModelCheckpoint : public Callback {
  public:
   explicit ModelCheckpoint(std::string filepath, ModelCheckpointOptions options = {});

@@ -11,9 +11,9 @@ using Environment = std::function<const char*(const char* name)>;
 
 // A process listens at loopback addresses; at others only with a job's token, or where the network is trusted. A value.
 //
-// The two ends of each connection prove to each other that they have the token before anything else is said: by the
-// HMAC-SHA-256 of both ends' random numbers, ranks, group and generation, and of the address that was dialled. What a
-// process and the job's store say later is sealed. The rest is neither encrypted nor signed, but between the processes
+// The two ends of each connection first prove to each other that they have the token. The proof is the HMAC-SHA-256 of
+// both ends' random numbers, ranks, group and generation, and of the address that was dialled. Messages between a
+// process and the job's store are sealed. Other messages are neither encrypted nor signed, except between the processes
 // of ParameterServerStrategy with `certificates`.
 struct Access {
   // 32 random bytes that all processes of a job have and nobody else. Empty: none.

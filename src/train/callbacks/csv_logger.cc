@@ -21,7 +21,7 @@ namespace {
 
 constexpr std::size_t kLongest = std::size_t{1} << 30;  // bytes of a log that is read again
 
-// Nothing of a terminal, or another device that a person logs to.
+// The file's contents; empty for a terminal, or another device that a person logs to.
 std::string contents_of(const std::string& file) {
   std::error_code unknown;
   return std::filesystem::is_regular_file(file, unknown) ? read_small_file(file, kLongest) : "";

@@ -92,7 +92,7 @@ void EventFile::open() {
   do {
     path_ = (std::filesystem::path(directory_) / file_name()).string();
     const FileDescriptor made(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
-    if (made.open() || errno != EEXIST) break;  // where it is there, it is somebody else's
+    if (made.open() || errno != EEXIST) break;  // a file that is there is somebody else's
   } while (true);
   file_ = std::ofstream(path_, std::ios::binary | std::ios::app);
   if (!file_)

@@ -22,7 +22,7 @@ class MadeLayers {
   struct Made {
     BuiltLayer built;
     std::string name;
-    const void* stack = nullptr;  // which registered its module
+    const void* stack = nullptr;  // the stack that registered its module
   };
 
   MadeLayers() : outer_(current) {
