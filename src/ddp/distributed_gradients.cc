@@ -154,7 +154,8 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
                       .called = "DistributedDataParallel"},
           .weights = {.caller = "DistributedDataParallel",
                       .object = "ddp",
-                      .from_forwards = chosen.weigh_by_examples,
+                      .weight = chosen.weigh_by_examples ? gradient::BackwardWeights::Weight::by_forwards
+                                                         : gradient::BackwardWeights::Weight::as_told,
                       .on_other_parameters = [state = state_.get()] { state->check_parameters(/*all=*/true); }}});
   state_->name_purposes();
   state_->reducer->set_after_pass([state = state_.get()](int root) { state->share_buffers(root); });

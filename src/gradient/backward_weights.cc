@@ -22,7 +22,7 @@ namespace {
 // Older forwards are forgotten: a backward of theirs is refused.
 constexpr std::size_t kMostForwards = 1 << 16;
 
-// Sets of parameters that are remembered.
+// So many sets of parameters are remembered.
 constexpr std::size_t kMostParameters = 8;
 
 // Autograd's number of every node that accumulates a parameter's gradient.
@@ -184,7 +184,8 @@ BackwardWeights::Found BackwardWeights::look_through(int backward) {
   return found;
 }
 
-// Whether these parameters were not among the last ones. Several: losses may take turns, as in adversarial training.
+// True where these parameters were not among the last ones. Several sets are remembered, for losses that take turns, as
+// in adversarial training.
 bool BackwardWeights::are_other_parameters(std::uint64_t hash) {
   if (std::find(parameters_.begin(), parameters_.end(), hash) != parameters_.end()) return false;
   if (parameters_.size() == kMostParameters) parameters_.pop_front();
@@ -202,9 +203,10 @@ double BackwardWeights::of_this_backward() {
 }
 
 double BackwardWeights::find_weight(int backward) {
-  if (!options_.from_forwards && !options_.on_other_parameters && !told_ && !last_told_) return 1;
+  const auto& [caller, object, weight, on_other_parameters] = options_;
+  if (weight != Weight::by_forwards && !on_other_parameters && !told_ && !last_told_) return 1;
   const auto found = look_through(backward);
-  if (options_.on_other_parameters && are_other_parameters(found.parameters)) options_.on_other_parameters();
+  if (on_other_parameters && are_other_parameters(found.parameters)) on_other_parameters();
   bool is_told = last_told_ && found.newest != 0 && found.newest == told_newest_;  // another backward of that graph
   if (told_) {
     last_told_ = std::exchange(told_, std::nullopt);
@@ -212,12 +214,11 @@ double BackwardWeights::find_weight(int backward) {
     told_until_ = next_node();
     is_told = true;
   }
-  const auto& [caller, object, from_forwards, always_told, on_other] = options_;
-  // Or another backward of what was there when examples were told.
+  // Without a forward since then it is another backward of the graph that was there when examples were told.
   const bool was_told = is_told || (last_told_ && found.newest < told_until_);
-  if (!from_forwards) {
+  if (weight != Weight::by_forwards) {
     if (was_told) return *last_told_;
-    if (!last_told_ || !options_.once_told_always_told) return 1;
+    if (!last_told_ || weight == Weight::as_told) return 1;
     throw InvalidArgument(text(caller, ": the number of examples of this backward is not known, since ", object,
                                ".add_examples was called before another one alone. Call it before each backward; where "
                                "there are several in a step, as in a pipeline, scale the losses instead, and never "

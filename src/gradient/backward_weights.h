@@ -1,4 +1,4 @@
-// How many examples a backward has: those of the forwards whose operators are in its graph.
+// The weight of a backward: the number of examples of the forwards whose operators are in its graph.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,19 +16,20 @@ namespace lockstep::gradient {
 // True where the backward that runs adds to the leaf's gradient: torch::autograd::grad does not.
 bool accumulates(const at::Tensor& leaf);
 
-// Autograd numbers the nodes of a thread in the order in which they are made, so that a forward's are those between two
-// numbers. One thread: that of the forwards and backwards.
+// Autograd numbers the nodes of a thread in the order in which they are made, so a forward's nodes are those between
+// two numbers. Used by one thread: that of the forwards and backwards.
 class BackwardWeights {
  public:
+  // How a backward gets its weight. `add` tells a number in each case.
+  enum class Weight {
+    as_told,         // the number that was told; 1 where none was
+    as_told_always,  // likewise; but once a number was told, a backward without one is refused
+    by_forwards,     // the examples of the backward's forwards, and the number that was told; neither: refused
+  };
   struct Options {
     std::string caller;  // for messages: "DistributedDataParallel"
     std::string object;  // and "ddp", as a user would call it
-
-    // Else every backward has the weight 1, unless `add` told another.
-    bool from_forwards = false;
-
-    // Without from_forwards, once examples were told: a backward of which none were told is refused.
-    bool once_told_always_told = false;
+    Weight weight = Weight::as_told;
 
     // Called in a backward that reaches other parameters than the last ones did.
     std::function<void()> on_other_parameters = {};
@@ -41,12 +42,12 @@ class BackwardWeights {
   // Backwards that reach these leaves of autograd's graph have this object's weights.
   void add_parameters(const std::vector<at::Tensor>& parameters);
 
-  // The weight of the backward that runs, for a layer that computes with other ranks in it: that of the object which
-  // was given the layer's own `parameter`; where none was, of the first made of those that were given parameters in the
-  // graph. Empty where the backward adds to no such parameter's gradient.
+  // The weight of the backward that runs, for a layer that computes with other ranks in the backward. It is the weight
+  // of the object that has the layer's own `parameter`. Where no object has it: of the oldest of those that have
+  // parameters in the graph. Empty where the backward adds to the gradient of no such parameter.
   static std::optional<double> of_layer(const at::Tensor& parameter);
 
-  // While it lives, a backward inside of the one that runs, which computes gradients for these parameters, has the
+  // Made in a backward that computes gradients for these parameters. While it lives, a backward inside that one has the
   // weight of the outer one. Where the outer one's is not known, `of_layer` throws why.
   class Inside {
    public:
@@ -62,20 +63,20 @@ class BackwardWeights {
     std::exception_ptr unknown_;
   };
 
-  // As `from_forwards`, from now on.
-  void expect_forwards() { options_.from_forwards = true; }
+  // From now on a backward has the weight `by_forwards`.
+  void expect_forwards() { options_.weight = Weight::by_forwards; }
 
   // The number of the next node.
   static std::uint64_t next_node();
 
-  // A forward made the nodes [begin, now). `examples`: of its inputs, where they tell.
+  // A forward made the nodes [begin, now). `examples`: how many its inputs have; empty where they do not tell.
   void add_forward(std::uint64_t begin, std::optional<double> examples);
 
   // Adds to the examples of the next backward those of forwards that nobody records.
   void add(double examples) { told_ = told_.value_or(0) + examples; }
 
-  // To be called while a backward runs; the same however often. Throws InvalidArgument where its examples are not
-  // known.
+  // The weight of the backward that runs, however often it is asked for. Throws InvalidArgument where the backward is
+  // refused.
   double of_this_backward();
 
  private:

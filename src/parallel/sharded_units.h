@@ -23,14 +23,14 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   ShardedUnits(const Communicator& ranks, FullyShardOptions options);
   ~ShardedUnits();
 
-  // As FullyShardedParameters.
+  // These functions are those of FullyShardedParameters.
   void add(const torch::nn::Module& module, const std::string& name, bool keep);
   void add_examples(double examples);
   void release();
   void expect_forwards() { weights_.expect_forwards(); }
 
-  // Before add: an operator that writes one of this rank's shards makes all gathered values old. For
-  // users who call the module past FullySharded, which releases them before each forward.
+  // To be called before add. From then on an operator that writes one of this rank's shards makes all gathered values
+  // old. This is for users who call the module past FullySharded, which releases the values before each forward.
   void count_writes() { writes_ = std::make_shared<std::atomic<std::int64_t>>(0); }
   gradient::BackwardWeights& weights() { return weights_; }
 
@@ -63,7 +63,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   // Parameters that are gathered together: a FlatShard for each dtype, and for frozen ones.
   struct Unit {
     std::string name;
-    bool is_named = false;  // whether its calls have purposes
+    bool is_named = false;  // its calls have purposes
     std::vector<std::unique_ptr<FlatShard>> flat;
     bool keep = false;          // gathered for the whole of a step
     std::size_t gradients = 0;  // of a whole backward
@@ -95,12 +95,14 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   std::uint64_t call_ = 0;                       // its number
   std::vector<std::size_t> uses_, uses_before_;  // units in this step and in the one before
 
-  // What calls are for; numbered anew after a regroup.
+  // The purposes of calls, which are numbered anew after a regroup.
   std::optional<std::int64_t> named_after_;  // how many regroups
   std::string name_;
   Purpose counting_examples_, comparing_gradients_;
 
-  gradient::BackwardWeights weights_{{.caller = "fully_shard", .object = "sharded", .once_told_always_told = true}};
+  gradient::BackwardWeights weights_{{.caller = "fully_shard",
+                                      .object = "sharded",
+                                      .weight = gradient::BackwardWeights::Weight::as_told_always}};
   std::optional<double> given_factor_;
   std::optional<int> backward_;     // the graph task whose gradients are taken
   double factor_ = 1;               // of this backward's gradients
@@ -112,18 +114,19 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
 void add_units(torch::nn::Module& module, const std::vector<std::string>& patterns,
                const std::function<void(torch::nn::Module& unit, const std::string& name, bool keep)>& add);
 
-// Whether fully_shard has divided the module's parameter.
+// True where fully_shard has divided the module's parameter.
 bool is_sharded(const Tensor& parameter);
 
-// Whether ranks that have other examples must call the module together: its parameters are sharded, or it has experts.
+// True where ranks that have other examples must call the module together: its parameters are sharded, or it has
+// experts.
 bool is_called_with_other_ranks(const torch::nn::Module& module);
 
 // Whether one of the tensors is a shard, or one of which these ranks have the other parts.
 bool any_is_shard(const std::vector<Tensor>& tensors);
 bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ranks);
 
-// Of the parameter of which the tensor is a shard, as partial_of: where other ranks have others in its place. Null for
-// any other tensor.
+// The result of partial_of for the parameter of which the tensor is a shard: not null where other ranks have other
+// parameters in its place. Null for a tensor that is no shard.
 class PartialParameter;
 std::shared_ptr<const PartialParameter> partial_of_shard(const Tensor& tensor);
 
