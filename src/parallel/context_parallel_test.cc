@@ -154,6 +154,29 @@ TEST(ContextParallel, RanksInAnotherAttentionAreToldWhich) {
       [&](const Communicator& ranks, bool is_first) { ring_attention(x, x, x, ranks, {.is_causal = is_first}); });
   expect_says(by_mask, "for causal ring_attention");
   expect_says(by_mask, "for ring_attention");
+  const auto as_many = x.detach().view({3, 2, 4, 5});
+  const auto by_shape = said_by_both([&](const Communicator& ranks, bool is_first) {
+    const ContextParallel context(ranks);
+    const auto& mine = is_first ? x : as_many;
+    at::scaled_dot_product_attention(mine, mine, mine);
+  });
+  expect_says(by_shape, "for attention 1 in ContextParallel (keys [2, 3, 4, 5], values [2, 3, 4, 5], scale 0.447214)");
+  expect_says(by_shape, "for attention 1 in ContextParallel (keys [3, 2, 4, 5], values [3, 2, 4, 5], scale 0.447214)");
+  const auto by_scale = said_by_both([&](const Communicator& ranks, bool is_first) {
+    ContextParallel context(ranks);
+    context.attention(x, x, x, {.scale = is_first ? 1 : 2});
+  });
+  expect_says(by_scale, "scale 1)");
+  expect_says(by_scale, "scale 2)");
+  const auto by_layer = said_by_both([&](const Communicator& ranks, bool is_first) {
+    const ContextParallel context(ranks);
+    for (const char* const layer : {is_first ? "block 1" : "block 2", is_first ? "block 2" : "block 1"}) {
+      const ContextParallel of_layer(ranks.with_purpose(Purpose(layer)));
+      at::scaled_dot_product_attention(x, x, x);
+    }
+  });
+  expect_says(by_layer, "for block 1 (keys");
+  expect_says(by_layer, "for block 2 (keys");
   const auto in_backward = said_by_both([&](const Communicator& ranks, bool is_first) {
     const ContextParallel context(ranks);
     const auto mine = x.detach().clone().requires_grad_();

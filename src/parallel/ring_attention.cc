@@ -7,8 +7,12 @@
 #include <torch/library.h>
 
 #include <array>
+#include <bit>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <tuple>
+#include <vector>
 
 #include "base/text.h"
 #include "collective/backward_purpose.h"
@@ -18,8 +22,6 @@
 
 namespace lockstep {
 namespace {
-
-const Purpose kAttention("ring_attention"), kCausal("causal ring_attention");  // of callers that told none
 
 // Tensors that go from rank to rank: after each turn this rank has those of the rank before.
 class Ring {
@@ -151,14 +153,27 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
 };
 
 // The purpose of call `number` in a ContextParallel. A context may live for all steps, so that numbers come again.
-Purpose purpose_of_call(std::int64_t number, bool is_causal) {
+Purpose purpose_of_call(std::int64_t number) {
   constexpr std::int64_t kNumbers = 64;
-  thread_local std::array<std::array<Purpose, 2>, kNumbers> named;
+  thread_local std::array<Purpose, kNumbers> named;
   const auto i = (number - 1) % kNumbers;
-  auto& purpose = named[static_cast<std::size_t>(i)][is_causal ? 1 : 0];
-  if (!purpose.told())
-    purpose = Purpose(text(is_causal ? "causal attention " : "attention ", i + 1, " in ContextParallel"));
+  auto& purpose = named[static_cast<std::size_t>(i)];
+  if (!purpose.told()) purpose = Purpose(text("attention ", i + 1, " in ContextParallel"));
   return purpose;
+}
+
+// Adds to the purpose that the caller told what ranks must have in common beside the number of elements. Naming takes a
+// lock, so each thread remembers some purposes.
+Purpose purpose_with(Purpose told, const Tensor& key, const Tensor& value, bool is_causal, double scale) {
+  using Common = std::tuple<std::uint32_t, std::vector<std::int64_t>, std::vector<std::int64_t>, bool, std::uint64_t>;
+  constexpr std::size_t kMostNamed = 1024;
+  thread_local std::map<Common, Purpose> named;
+  Common common{told.hash(), key.sizes().vec(), value.sizes().vec(), is_causal, std::bit_cast<std::uint64_t>(scale)};
+  if (const auto found = named.find(common); found != named.end()) return found->second;
+  if (named.size() == kMostNamed) named.clear();
+  const Purpose purpose(text(is_causal ? "causal " : "", told.told() ? told.words() : "ring_attention", " (keys ",
+                             key.sizes(), ", values ", value.sizes(), ", scale ", scale, ")"));
+  return named.emplace(std::move(common), purpose).first->second;
 }
 
 thread_local ContextParallel* context_of_thread = nullptr;
@@ -201,7 +216,7 @@ Tensor ring_attention(const Tensor& query, const Tensor& key, const Tensor& valu
                                query.sizes(), " and key ", key.sizes()));
   }
   const double scale = options.scale.value_or(1 / std::sqrt(static_cast<double>(query.size(-1))));
-  const auto named = ranks.purpose().told() ? ranks : ranks.with_purpose(options.is_causal ? kCausal : kAttention);
+  const auto named = ranks.with_purpose(purpose_with(ranks.purpose(), key, value, options.is_causal, scale));
   return RingAttention::apply(query, key, value, named, options.is_causal, scale);
 }
 
@@ -213,8 +228,7 @@ ContextParallel* ContextParallel::current() { return context_of_thread; }
 Tensor ContextParallel::attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                   const RingAttentionOptions& options) {
   ++attentions_;
-  const auto named =
-      ranks_.purpose().told() ? ranks_ : ranks_.with_purpose(purpose_of_call(attentions_, options.is_causal));
+  const auto named = ranks_.purpose().told() ? ranks_ : ranks_.with_purpose(purpose_of_call(attentions_));
   return ring_attention(query, key, value, named, options);
 }
 

@@ -20,18 +20,21 @@ struct RingAttentionOptions {
   std::optional<double> scale = {};  // empty: 1 / sqrt(features)
 };
 
-// torch::scaled_dot_product_attention over sequences of which each rank has an equal part, in the order of ranks:
-// query, key and value [..., positions / ranks, features], the result likewise. Keys and values go round the ranks, so
-// that a rank has those of two parts at a time. Collective, in backward too. Throws InvalidArgument where their sizes
-// do not fit, on all ranks where the ranks' shapes differ; and where ranks are in different calls, as far as
-// `is_causal` and the purpose of `ranks` tell: give each layer Communicator::with_purpose.
+// torch::scaled_dot_product_attention over sequences of which each rank has an equal part, in the order of ranks.
+// query, key and value are [..., positions / ranks, features]; so is the result, of the query's dtype. Sums of 16 bits
+// are made in float32. Keys and values go round the ranks, so a rank has those of two parts at a time. Collective, in
+// backward too; one thread a rank. Throws InvalidArgument where sizes do not fit, for a second derivative, and where
+// ranks are in different calls. Ranks compare the shapes of keys and values, dtype, scale, `is_causal` and the purpose
+// of `ranks`: give each layer Communicator::with_purpose.
 Tensor ring_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Communicator& ranks,
                       const RingAttentionOptions& options = {});
 
 // While it lives, torch::scaled_dot_product_attention is ring_attention in this thread, for modules that are not
 // written for it. No other operator communicates: torch::nn::MultiheadAttention, convolutions and recurrent layers see
 // this rank's positions alone. Calls with a mask, dropout or grouped queries throw InvalidArgument. The innermost
-// holds. Its calls are numbered, and ranks compare the numbers: backwards in another order are refused.
+// holds. Its calls are numbered, and ranks compare the numbers too: backwards in another order are refused. Forwards of
+// equal attentions in another order are not told apart. Where ranks may make them so, call each layer in a
+// ContextParallel of its own, with `ranks.with_purpose(Purpose("block 1"))`.
 class [[nodiscard]] ContextParallel {
  public:
   explicit ContextParallel(Communicator ranks);
