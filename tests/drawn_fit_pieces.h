@@ -100,7 +100,7 @@ struct DrawnLoss {
       default: return SparseCategoricalCrossentropy(of_logits);
     }
   }
-  // Of class numbers [examples] or [examples, positions].
+  // The labels of class numbers [examples] or [examples, positions], as the loss takes them.
   Tensor labels(const Tensor& y, at::ScalarType dtype) const {
     if (kind == sparse) return y;
     if (kind == sparse_last_one) return y.unsqueeze(-1);

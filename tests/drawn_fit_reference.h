@@ -265,7 +265,7 @@ class PlainFits {
     put(buffers);
   }
 
-  // Of a worker, as they are sent.
+  // Adds a worker's gradients, as they are sent.
   void take_gradients(std::vector<Tensor>& into) {
     const bool sent = rounded_ && program_.precision >= DrawnPrecision::sent_bfloat16 && on_.workers_ > 1;
     const auto type = program_.precision == DrawnPrecision::sent_float16 ? at::kHalf : at::kBFloat16;

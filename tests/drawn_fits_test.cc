@@ -14,7 +14,8 @@ namespace {
 
 // --- comparisons
 
-// As `differences`, and in float32 within thirty times the largest error of `plain`: sums are of another order there.
+// Compares as `differences`, and in float32 within thirty times the largest error of `plain`: sums are of another order
+// there.
 std::string compare(const FitProgram& program, const Values& found, const Values& exact, const Values& plain) {
   if (program.precision == DrawnPrecision::float64) return differences(found, exact);
   if (program.precision != DrawnPrecision::float32) {
@@ -157,7 +158,7 @@ DrawnResult run_program(std::uint64_t seed) {
   return result;
 }
 
-// Those that failed once.
+// These programs failed once.
 const std::vector<std::uint64_t> kKept = {
     3,    // with servers, workers kept running statistics in place of those that a callback had loaded
     282,  // with servers that wait for all workers, a loss that is a sum had the gradient of the first part alone

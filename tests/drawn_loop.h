@@ -189,7 +189,7 @@ inline DrawnData reordered(const DrawnLoop& loop, const DrawnData& data, std::ui
   return {data.x.index_select(0, rows), data.y.index_select(0, rows)};
 }
 
-// What the mean over one rank's examples of a part counts for in the step's gradient.
+// The weight of the mean over one rank's examples of a part in the step's gradient.
 inline double weight_of(const DrawnLoop& loop, const DrawnStep& step, std::size_t part, std::size_t rank) {
   const auto sum_of = [](const std::vector<int>& examples) {
     return static_cast<double>(std::accumulate(examples.begin(), examples.end(), 0));

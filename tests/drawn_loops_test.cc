@@ -196,7 +196,7 @@ struct RankEnd {
   std::string refused, failed;
 };
 
-// On threads. A lockstep::Error is a refusal, but for a deadline that ran out.
+// Runs the ranks as threads. A lockstep::Error is a refusal, but for a deadline that ran out.
 std::vector<RankEnd> run_on_ranks(const DrawnLoop& loop, const std::function<Values(const Group&)>& body) {
   const auto groups = make_thread_groups(loop.ranks);
   std::vector<RankEnd> ends(groups.size());

@@ -218,7 +218,7 @@ struct MeshHeadImpl : torch::nn::Module {
 };
 TORCH_MODULE(MeshHead);
 
-// The same values wherever a layer is made, by its name in the whole net.
+// Sets values that are the same wherever a layer is made, by its name in the whole net.
 inline void set_values(torch::nn::Module& module, const MeshNetOptions& options, const std::string& prefix = "") {
   module.to(at::kDouble);
   const torch::NoGradGuard no_grad;
@@ -267,7 +267,7 @@ struct MeshNetImpl : torch::nn::Module {
     return x;
   }
 
-  // Of all experts; undefined where there are none.
+  // The balance loss of all experts; undefined where there are none.
   at::Tensor balance() const {
     at::Tensor sum;
     for (const auto& block : blocks) {

@@ -25,7 +25,7 @@ inline at::Tensor sum_of_losses(const at::Tensor& logits, const at::Tensor& y) {
   return at::cross_entropy_loss(logits.flatten(0, -2), y.flatten(), {}, at::Reduction::Sum);
 }
 
-// What is added to the loss, of the parameters that most nets have.
+// The penalty that is added to the loss, of the parameters that most nets have.
 inline at::Tensor penalty_of(const MeshLoop& loop, const torch::nn::Module& net) {
   at::Tensor sum;
   for (const auto& each : net.named_parameters()) {

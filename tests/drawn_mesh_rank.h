@@ -11,7 +11,7 @@ namespace lockstep {
 
 constexpr double kTimeoutSeconds = 10;
 
-// What is made, step by step, of the parts of a net and of batches.
+// Trains, step by step, a rank's parts of a net on its parts of batches.
 class MeshRank {
  public:
   MeshRank(const MeshLoop& loop, const DeviceMesh& mesh) : loop_(loop), mesh_(mesh) {
@@ -47,7 +47,7 @@ class MeshRank {
     return std::move(found_);
   }
 
-  // What a plain loop's results are on this rank.
+  // The results of a plain loop, as this rank would have them.
   Values expected(const Plain& plain) const {
     Values values;
     std::size_t i = 0;
