@@ -100,9 +100,8 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   std::string name_;
   Purpose counting_examples_, comparing_gradients_;
 
-  gradient::BackwardWeights weights_{{.caller = "fully_shard",
-                                      .object = "sharded",
-                                      .weight = gradient::BackwardWeights::Weight::as_told_always}};
+  gradient::BackwardWeights weights_{
+      {.caller = "fully_shard", .object = "sharded", .weight = gradient::BackwardWeights::Weight::as_told_always}};
   std::optional<double> given_factor_;
   std::optional<int> backward_;     // the graph task whose gradients are taken
   double factor_ = 1;               // of this backward's gradients

@@ -78,7 +78,6 @@ struct LayerUse;  // the library's own
 class Layer {
  public:
   explicit Layer(std::shared_ptr<const LayerSpec> spec);  // throws InvalidArgument for null
-
   // The nested model, with its weights, becomes a part of the model that gets this layer, and is used through that
   // model alone. The nested model's own fit, evaluate, predict, saving and loading throw InvalidArgument from then on.
   explicit Layer(const Sequential& nested);
@@ -154,8 +153,7 @@ class Dropout : public Layer {
 // Normalizes each feature over the batch and all other dimensions. Running statistics: momentum * old + (1 - momentum)
 // * batch, with the biased variance.
 struct BatchNormalizationOptions {
-  // The features' dimension. Empty: the last one of [batch, features] and [batch, time, features]; 1 for inputs of more
-  // dimensions.
+  // The features' dimension. Empty: the last one of inputs with up to three dimensions, 1 for inputs with more.
   std::optional<std::int64_t> axis = {};
   double momentum = 0.99;
   double epsilon = 1e-3;
