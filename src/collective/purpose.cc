@@ -34,9 +34,10 @@ class Names {
   std::unordered_map<std::uint32_t, std::string> words_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
+// Never destroyed: an object of static storage may end later.
 Names& names() {
-  static Names all;
-  return all;
+  static auto* const all = new Names;
+  return *all;
 }
 
 }  // namespace

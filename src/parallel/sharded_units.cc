@@ -78,9 +78,10 @@ class KnownShards {
   std::unordered_map<const at::TensorImpl*, Known> shards_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
+// Never destroyed: an object of static storage may end later.
 KnownShards& known_shards() {
-  static KnownShards shards;
-  return shards;
+  static auto* const shards = new KnownShards;
+  return *shards;
 }
 
 std::string describe(const std::vector<std::pair<std::string, Tensor>>& parameters) {
