@@ -8,6 +8,7 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <map>
 
 #include "base/text.h"
@@ -46,19 +47,29 @@ void in_place(const char* caller, const Tensor& tensor, const Act& act) {
   }
 }
 
-// Ranks' calls agree where their tensors have one shape. Naming a shape takes a lock: each thread remembers some.
-Purpose shape_of(const Tensor& tensor) {
+struct BySizes {
+  using is_transparent = void;  // so that a look-up makes no vector
+  bool operator()(at::IntArrayRef a, at::IntArrayRef b) const { return std::ranges::lexicographical_compare(a, b); }
+};
+
+constexpr std::int64_t kAnySize = -1;
+
+// Ranks' calls agree where their tensors have one shape, but for dimensions of kAnySize. Naming a shape takes a lock:
+// each thread remembers some.
+Purpose purpose_of(at::IntArrayRef sizes) {
   constexpr std::size_t kMostShapes = 1024;
-  thread_local std::map<std::vector<std::int64_t>, Purpose> named;
-  auto sizes = tensor.sizes().vec();
+  thread_local std::map<std::vector<std::int64_t>, Purpose, BySizes> named;
   const auto found = named.find(sizes);
   if (found != named.end()) return found->second;
   if (named.size() == kMostShapes) named.clear();
-  return named.emplace(std::move(sizes), Purpose(text("a tensor of shape ", tensor.sizes()))).first->second;
+  const bool any = std::find(sizes.begin(), sizes.end(), kAnySize) != sizes.end();
+  const Purpose purpose(any ? text("tensors of shape ", sizes, ", where ", kAnySize, " may differ")
+                            : text("a tensor of shape ", sizes));
+  return named.emplace(sizes.vec(), purpose).first->second;
 }
 
 void run(const Group& group, Call call, const Tensor& tensor, Deadline deadline) {
-  call.purpose = shape_of(tensor);
+  call.purpose = purpose_of(tensor.sizes());
   group.run(call, deadline);
 }
 
@@ -102,7 +113,7 @@ void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, in
   for (const auto& tensor : tensors) {
     const auto host = on_host("broadcast", tensor);
     auto call = Call::broadcast({host.mutable_data_ptr(), host.nbytes(), DType::uint8}, root);
-    call.purpose = ranks.purpose().told() ? ranks.purpose() : shape_of(tensor);
+    call.purpose = ranks.purpose().told() ? ranks.purpose() : purpose_of(tensor.sizes());
     ranks.group().run(call, ranks.deadline());
     if (ranks.rank() != root && host.data_ptr() != tensor.data_ptr()) tensor.detach().copy_(host);
   }
@@ -129,11 +140,11 @@ Tensor all_gather(const Group& group, const Tensor& tensor, Deadline deadline, s
   // Sizes along the dimension may differ: they are gathered first, and parts are padded to the largest.
   auto padded_sizes = tensor.sizes().vec();
   auto& gathered_size = padded_sizes[static_cast<std::size_t>(at::maybe_wrap_dim(dim, tensor.dim()))];
-  gathered_size = -1;
+  gathered_size = kAnySize;
   const auto size = at::scalar_tensor(tensor.size(dim), at::kLong);
   const auto sizes = at::empty({group.size()}, at::kLong);
   auto call = Call::all_gather(buffer_of(size), buffer_of(sizes));
-  call.purpose = Purpose(text("tensors of shape ", at::IntArrayRef(padded_sizes), ", where -1 may differ"));
+  call.purpose = purpose_of(padded_sizes);
   group.run(call, deadline);
   gathered_size = sizes.max().item<std::int64_t>();
   const auto input = at::zeros(padded_sizes, tensor.options().device(at::kCPU).requires_grad(false));
