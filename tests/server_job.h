@@ -13,9 +13,9 @@ struct ServerJob {
   ParameterServerOptions options = {};
 };
 
-// Runs body(strategy) in each process at once; an element is "ps 0: what it threw".
-inline std::vector<std::string> run_job(const ServerJob& job,
-                                        const std::function<void(const ParameterServerStrategy&)>& body) {
+// Runs body(options of its strategy) in each process at once; an element is "ps 0: what it threw".
+inline std::vector<std::string> run_processes(const ServerJob& job,
+                                              const std::function<void(const ParameterServerOptions&)>& body) {
   const auto store = Store::hold("127.0.0.1:0");
   std::mutex mutex;
   std::vector<std::string> errors;
@@ -40,7 +40,7 @@ inline std::vector<std::string> run_job(const ServerJob& job,
                                   .task_index = index,
                                   .tasks = tasks};
         try {
-          body(ParameterServerStrategy(options));
+          body(options);
         } catch (const std::exception& error) {
           const std::lock_guard lock(mutex);
           errors.push_back(text(type, " ", index, ": ", error.what()));
@@ -50,6 +50,12 @@ inline std::vector<std::string> run_job(const ServerJob& job,
   }
   threads.clear();
   return errors;
+}
+
+// The same with body(strategy).
+inline std::vector<std::string> run_job(const ServerJob& job,
+                                        const std::function<void(const ParameterServerStrategy&)>& body) {
+  return run_processes(job, [&](const auto& options) { body(ParameterServerStrategy(options)); });
 }
 
 inline void expect_no_error(const std::vector<std::string>& errors) { EXPECT_EQ(join(errors, "\n"), ""); }

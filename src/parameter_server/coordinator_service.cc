@@ -5,6 +5,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "parameter_server/chief_state.h"
 #include "parameter_server/coordinator.h"
 
 namespace lockstep::parameter_server {
@@ -47,7 +48,7 @@ std::optional<std::string> Coordinator::start(std::int64_t call, int worker, con
     if (outcomes_.contains(call)) return "";
     if (!wait(deadline)) return std::nullopt;
   }
-  if (plan == plan_) return state_;
+  if (plan == plan_) return ChiefState{chief_, state_changes_, state_}.print();
   const auto [ours, theirs] = first_difference(plan_, plan);
   failure_ = text("the processes' fits differ: the chief has ", ours, ", and worker ", worker, " has ", theirs);
   changed_.notify_all();

@@ -7,6 +7,7 @@
 #include "base/expect_says_testing.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "parameter_server/chief_state.h"
 
 namespace lockstep::parameter_server {
 namespace {
@@ -177,6 +178,25 @@ TEST(Coordinator, AReportOfTheTimeBeforeARestoreIsIgnored) {
   late.chief = 2;
   chief.next(0, 0, late, now());
   EXPECT_TRUE(chief.wait_for_step(now()));
+}
+
+// By these a worker knows whether a task is of the state that it has.
+TEST(Coordinator, TellsWhoseStateItGivesAndAfterHowManyChanges) {
+  Coordinator chief(1, 60, /*chief=*/3);
+  chief.begin(0, 0, {}, "plan", "first\nstate");
+  const auto started = [&] { return ChiefState::parse(chief.start(0, 0, "plan", now()).value()); };
+  EXPECT_EQ(started().chief, 3);
+  EXPECT_EQ(started().changes, 0);
+  EXPECT_EQ(started().values, "first\nstate");
+  chief.change_state("");
+  chief.set_chief(4);
+  EXPECT_EQ(started().chief, 4);
+  EXPECT_EQ(started().changes, 1);
+  EXPECT_EQ(started().values, "");
+  chief.end(0, "result");
+  EXPECT_EQ(chief.start(0, 0, "plan", now()), "");
+  for (const char* const other : {"", "3", "3 1", "3\n", "a 1\n", "3 1 2\nvalues"})
+    EXPECT_THROW(ChiefState::parse(other), DataError) << other;
 }
 
 TEST(Coordinator, ModelsHaveStepsOfTheirOwn) {

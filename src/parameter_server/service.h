@@ -108,10 +108,10 @@ class ChiefConnection {
   // another name, and ClusterError where the chief's program has ended without it.
   virtual bool has_begun(std::int64_t call, const std::string& name, Deadline deadline) = 0;
 
-  // Returns what the chief's model has beside the servers' variables; nothing, at the deadline or earlier, where the
+  // Returns a ChiefState's text, an empty one where the fit has ended; nothing, at the deadline or earlier, where the
   // fit has not begun for some time. A worker calls this before its first task in the fit that is call number `call`,
-  // and whenever Assignment::state is another. Throws InvalidArgument, also in the chief's fit, where `plan` differs
-  // from the chief's in a line.
+  // and whenever an Assignment has another `state` or `chief`. Throws InvalidArgument, also in the chief's fit, where
+  // `plan` differs from the chief's in a line.
   virtual std::optional<std::string> start(std::int64_t call, int worker, const std::string& plan,
                                            Deadline deadline) = 0;
 

@@ -3,6 +3,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "parameter_server/chief_state.h"
 #include "strategy/split.h"
 #include "train/fit_options.h"
 #include "train/follow_checkpoints.h"
@@ -14,6 +15,7 @@ namespace lockstep::train {
 namespace {
 
 using parameter_server::Assignment;
+using parameter_server::ChiefState;
 using parameter_server::Report;
 
 // The batches of a data set by their places. A worker that computes several parts of a step reads its batch once.
@@ -59,7 +61,7 @@ class Worker {
 
   void run() {
     impl_.gradients->prepare();
-    start();
+    if (!start()) return;
     model_.module().train();
     std::optional<ChangedBuffers> buffers(*impl_.parameters);
     std::optional<Report> report;
@@ -75,33 +77,38 @@ class Worker {
       report.reset();
       if (next.kind == Assignment::Kind::over) return;
       if (next.kind == Assignment::Kind::task) {
-        // A callback has loaded weights, or the chief was started again, which counts anew.
-        if (next.state != state_ || (chief_ && next.chief != *chief_)) {
-          start();
+        // A callback has loaded weights, or the chief was started again.
+        if (next.state != changes_ || next.chief != chief_) {
+          if (!start()) return;
           buffers.emplace(*impl_.parameters);
         }
-        state_ = next.state;
-        chief_ = next.chief;
+        if (next.chief != chief_) continue;  // the chief after the one that gave the task does not know of it
         report = compute(next);
       }
       if (!report) continue;
-      report->state = state_;
-      report->chief = next.chief;
+      report->state = changes_;
+      report->chief = chief_;
       report->buffers = buffers->take();
     }
   }
 
  private:
-  void start() {
+  // Loads the chief's values; false where the fit has ended. Throws Interrupted where a signal came before that.
+  bool start() {
     const auto plan = text(describe_fit(data_, options_, unwrap(impl_.strategy).local_replicas()), "\n",
                            impl_.parameters->describe_frozen());
-    while (signals_.received() == 0) {
-      const auto state = ask(
+    while (true) {
+      if (const int signal = signals_.received(); signal != 0) throw Interrupted(signal);
+      const auto printed = ask(
           [&](auto& chief, Deadline deadline) { return chief.start(call_, servers_.roles().index, plan, deadline); },
           /*is_short=*/false);
-      if (!state) continue;
-      if (!state->empty()) load_local_state(impl_, *state);
-      return;
+      if (!printed) continue;
+      if (printed->empty()) return false;
+      const auto state = ChiefState::parse(*printed);
+      load_local_state(impl_, state.values);
+      chief_ = state.chief;
+      changes_ = state.changes;
+      return true;
     }
   }
 
@@ -130,8 +137,7 @@ class Worker {
   Batches batches_;
   const std::int64_t call_;
   const SignalGuard& signals_;
-  std::int64_t state_ = 0;             // Assignment's, of which this process has the chief's values
-  std::optional<std::int64_t> chief_;  // the start of the chief that gave out the last task
+  std::int64_t chief_ = 0, changes_ = 0;  // ChiefState's, of the values that this process has
 };
 
 // The chief's fit fails with what the worker throws.
