@@ -103,6 +103,30 @@ TEST(RanksOfAnOptimizer, DivideTheSameData) {
   }
 }
 
+// Before a rank has a model, it waits for the others' models.
+TEST(RanksOfAnOptimizer, AreToldWhereOneCannotBegin) {
+  std::vector<std::string> said(2);
+  collective::on_ranks(2, [&](const Group& group) {
+    const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
+    const auto make = [&] {
+      Sequential model({Dense(3, {.kernel_initializer = "zeros"})});
+      model.compile({.optimizer = with_ranks(group), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
+      return model;
+    };
+    auto model = make();
+    const auto rank = static_cast<std::size_t>(group.rank());
+    said[rank] = message_of<InvalidArgument>(
+        [&] { model.fit(data_of(0, 1), {.epochs = group.rank() == 1 ? 0 : 1, .verbose = 0}); });
+    model.fit(data_of(0, 1), {.verbose = 0});  // the Group works as before
+    auto other = make();
+    const auto none = message_of<Error>(
+        [&] { other.fit(group.rank() == 1 ? data_of(0, 1).take(0) : data_of(0, 1), {.verbose = 0}); });
+    expect_says(none, "fit: the data set is empty");
+  });
+  expect_says(said[0], "rank 1: fit: epochs is 0");
+  expect_says(said[1], "fit: epochs is 0");
+}
+
 TEST(RanksOfAnOptimizer, BeginWithTheSameParameters) {
   std::vector<std::string> said(2);
   collective::on_ranks(2, [&](const Group& group) {

@@ -6,6 +6,7 @@
 
 #include "base/mutex.h"
 #include "base/text.h"
+#include "collective/refused_by_all.h"
 
 namespace lockstep {
 namespace {
@@ -126,8 +127,8 @@ void Communicator::check_all_agree(const std::string& what, const std::string& m
   if (other == all.end()) return;
   const auto [first, theirs] = first_difference(all[0], *other);
   const auto& member = state_->member;
-  throw InvalidArgument(text("the ", member, "s' ", what, " differ: ", member, " 0 has ", first, ", ", member, " ",
-                             other - all.begin(), " has ", theirs));
+  throw collective::RefusedByAll(*this, text("the ", member, "s' ", what, " differ: ", member, " 0 has ", first, ", ",
+                                             member, " ", other - all.begin(), " has ", theirs));
 }
 
 void Communicator::abort(const std::string& reason) const {

@@ -11,6 +11,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "collective/refused_by_all.h"
 #include "gradient/found_parameters.h"
 #include "gradient/tensor_hash.h"
 #include "lockstep/base/error.h"
@@ -64,8 +65,10 @@ ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn
   if (placement_ == gradient::Placement::device && replicas() > 1) {
     throw InvalidArgument(text("values that are updated on their device are one replica's; there are ", replicas()));
   }
-  find_slots();
-  for (int replica = 1; replica < replicas(); ++replica) check_same_as_first(replica);
+  collective::check_on_all(all_workers_, "worker", [this] {
+    find_slots();
+    for (int replica = 1; replica < replicas(); ++replica) check_same_as_first(replica);
+  });
   compare_models(workers_);
   take_memory(on_replicas);
   bind();

@@ -236,15 +236,17 @@ std::shared_ptr<ReplicatedParameters> internal::replicate_modules(StrategyImpl& 
 std::shared_ptr<ReplicatedParameters> strategy::replicate_modules(StrategyImpl& strategy, std::uint64_t seed,
                                                                   const internal::MakeModule& make) {
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
-  for (int replica = 0; replica < strategy.replicas(); ++replica) {
-    ops::ReplicaRandom random;
-    random.seed(seed);
-    const ops::ReplicaRandom::Use use(random);
-    modules.push_back(make());
-    if (modules.back() == nullptr) continue;  // which ReplicatedParameters refuses
-    modules.back()->to(strategy.torch_device(replica));
-  }
-  if (const auto* const parallelism = strategy.parallelism(); parallelism && modules[0] != nullptr) {
+  strategy.check_on_all([&] {
+    for (int replica = 0; replica < strategy.replicas(); ++replica) {
+      ops::ReplicaRandom random;
+      random.seed(seed);
+      const ops::ReplicaRandom::Use use(random);
+      modules.push_back(make());
+      if (modules.back() == nullptr) throw InvalidArgument("the model's factory returned no module");
+      modules.back()->to(strategy.torch_device(replica));
+    }
+  });
+  if (const auto* const parallelism = strategy.parallelism()) {
     return std::make_shared<ReplicatedParameters>(modules[0], parallelism->split(*modules[0]), strategy.placement(),
                                                   parallelism->gradient_workers(), strategy.workers());
   }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/hash.h"
+#include "collective/refused_by_all.h"
 #include "elastic/sections.h"
 #include "gradient/gradient_path.h"
 #include "lockstep/base/random.h"
@@ -100,14 +101,18 @@ class StrategyImpl {
   // Whether training may go on without workers that are lost.
   bool is_elastic() const { return settings_.workers && settings_.workers->elastic; }
 
-  // Calls act(). Where it throws, the calls of the other `ranks` are aborted with the reason. Workers of an elastic
-  // strategy go on without this one, but where two fail in one section (elastic/failures.h).
+  // Calls act(). Where it throws, the calls of the other `ranks` are aborted with the reason, but for what all of them
+  // throw (RefusedByAll). Workers of an elastic strategy go on without this one, but where two fail in one section
+  // (elastic/failures.h).
   template <class Act>
   void abort_on_error(const Communicator& ranks, const Act& act) const;
   template <class Act>
   void abort_on_error(const Act& act) const {
     abort_on_error(workers(), act);
   }
+
+  // As collective::check_on_all over the workers.
+  void check_on_all(const std::function<void()>& check) const { collective::check_on_all(workers_, "worker", check); }
 
   // Goes on with the workers that remain and those that come: replaces the Group of `workers()`. Collective over them,
   // between runs. Throws what Job::regroup and Job::group throw; after those of the latter the job is of the next
@@ -244,20 +249,25 @@ class StrategyImpl {
 
 template <class Act>
 void StrategyImpl::abort_on_error(const Communicator& ranks, const Act& act) const {
-  std::exception_ptr lost;
+  std::exception_ptr of_all;  // thrown on all, whose Group is whole
   ranks.abort_on_error([&] {
     try {
       act();
-    } catch (const StateLost&) {  // thrown on all, whose Group is whole
-      lost = std::current_exception();
+    } catch (const StateLost&) {
+      of_all = std::current_exception();
     } catch (const Interrupted&) {  // thrown on all, after a whole step
       throw;
     } catch (const std::exception& error) {
+      const auto* const refusal = dynamic_cast<const collective::RefusedByAll*>(&error);
+      if (refusal != nullptr && refusal->is_of(ranks)) {
+        of_all = std::current_exception();
+        return;
+      }
       tell_failure(error);
       throw;
     }
   });
-  if (lost) std::rethrow_exception(lost);
+  if (of_all) std::rethrow_exception(of_all);
 }
 
 }  // namespace lockstep

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "base/text.h"
+#include "collective/refused_by_all.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::train {
@@ -30,19 +31,29 @@ std::array<double, Agreement::kSize> Agreement::mine(bool stops) {
 
 void Agreement::finish(std::span<const double> sums) { std::copy_n(sums.end() - kSize, kSize, agreed_.begin()); }
 
-std::vector<double> Agreement::checked(std::vector<double> sums) const {
-  if (sums.back() == kMark * peers_().size()) return sums;
+std::vector<double> Agreement::checked(const std::function<std::vector<double>()>& sum) const {
+  std::string how;
+  try {
+    auto sums = sum();
+    if (sums.back() == kMark * peers_().size()) return sums;
+  } catch (const collective::RefusedByAll&) {
+    throw;
+  } catch (const InvalidArgument& error) {  // the Group's, which has seen that the calls differ
+    how = text(" (", error.what(), ")");
+  }
   throw InvalidArgument(text(worker_.what(),
                              ": the workers do not make the same calls; does a callback that only the chief calls ",
-                             "(only_on_chief) save, evaluate or train a model?"));
+                             "(only_on_chief) save, evaluate or train a model?", how));
 }
 
 void Agreement::agree(bool stops) {
   const auto sum = [&] {
     const auto here = mine(stops);
-    std::vector<double> sums(here.begin(), here.end());
-    peers_().sum(sums);
-    return checked(std::move(sums));
+    return checked([&] {
+      std::vector<double> sums(here.begin(), here.end());
+      peers_().sum(sums);
+      return sums;
+    });
   };
   recovery_.run(sum, [this](const auto& sums) { finish(sums); });
   end();

@@ -32,8 +32,8 @@ class Agreement {
   // Behind the section in which finish was called.
   void end() { agreed_in_ = worker_.strategy().completed_sections().generation; }
 
-  // The same sums. Throws InvalidArgument where another worker was in a sum of something else.
-  std::vector<double> checked(std::vector<double> sums) const;
+  // What sum() returns: sums of what each said. Throws InvalidArgument where another worker made another call.
+  std::vector<double> checked(const std::function<std::vector<double>()>& sum) const;
 
   // Agrees in a sum of its own. Collective.
   void agree(bool stops);

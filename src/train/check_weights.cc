@@ -5,6 +5,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "collective/refused_by_all.h"
 #include "lockstep/base/error.h"
 #include "strategy/replicated_state.h"
 #include "train/model_impl.h"
@@ -108,7 +109,8 @@ std::set<std::string> train::check_weights(const Archive& archive, const Replica
   auto found = differences(archive, parameters, expected, options);
   const auto refused = problems_of_all(parameters, std::move(found.refused));
   if (!refused.empty())
-    throw InvalidArgument(text("the checkpoint is of another model: ", join(shortened(refused), "; ")));
+    throw collective::RefusedByAll(parameters.all_workers(),
+                                   text("the checkpoint is of another model: ", join(shortened(refused), "; ")));
   if (!options.by_name && !options.skip_mismatch) return {};
   const auto passed_over = shortened(problems_of_all(parameters, std::move(found.passed_over)));
   std::vector<std::string> loaded;
@@ -117,7 +119,9 @@ std::set<std::string> train::check_weights(const Archive& archive, const Replica
   }
   loaded = problems_of_all(parameters, std::move(loaded));
   if (loaded.empty())
-    throw InvalidArgument(text("load_weights: no variable of the model would be loaded: ", join(passed_over, "; ")));
+    throw collective::RefusedByAll(
+        parameters.all_workers(),
+        text("load_weights: no variable of the model would be loaded: ", join(passed_over, "; ")));
   if (!passed_over.empty() && parameters.all_workers().rank() == 0) {
     log_warning(text("load_weights: the model takes ", loaded.size(),
                      " variables; not loaded, and left as they are: ", join(passed_over, "; ")));

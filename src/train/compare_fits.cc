@@ -4,9 +4,11 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "collective/refused_by_all.h"
 #include "lockstep/base/error.h"
 #include "lockstep/cluster/cluster.h"
 #include "optimizer/describe.h"
+#include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/fit_options.h"
 
@@ -31,6 +33,9 @@ void compare_fits(const ModelImpl& impl, const Dataset& data, const FitOptions& 
   } else if (impl.peers().size() > 1) {
     impl.peers().check_all_agree("fits", text(describe_fit(data, options, impl.replicas()), "\n",
                                               impl.parameters->is_split() ? "" : impl.parameters->describe_frozen()));
+    const bool trains = options.epochs > options.initial_epoch;
+    if (trains && !strategy::first_element(data, impl.replicas()).x.defined())  // nor is there one on any other
+      throw collective::RefusedByAll(impl.peers(), "fit: the data set yielded no batch");
   }
 }
 

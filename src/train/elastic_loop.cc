@@ -128,8 +128,10 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
       auto sums = found;
       const auto mine = agreement_.mine(false);
       sums.insert(sums.end(), mine.begin(), mine.end());
-      workers().sum(sums);
-      return agreement_.checked(std::move(sums));
+      return agreement_.checked([&] {
+        workers().sum(sums);
+        return sums;
+      });
     };
     section(act, [&](const Numbers& sums) {
       agreement_.finish(sums);

@@ -10,6 +10,7 @@
 
 #include "base/hash.h"
 #include "base/text.h"
+#include "collective/refused_by_all.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/tensor_lists.h"
@@ -30,8 +31,6 @@ class EvaluationMode {
   explicit EvaluationMode(const ModelImpl& impl)
       : module_(impl.parameters), was_training_(unwrap(module_).module(0).is_training()) {
     auto& parameters = unwrap(module_);
-    const auto difference = parameters.difference_between_copies();
-    if (!difference.empty()) throw InvalidArgument(difference);
     for (int replica = 0; replica < parameters.replicas(); ++replica) {
       auto& own = own_buffers_.emplace_back();
       for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i)
@@ -99,42 +98,77 @@ class SameBatches {
   const std::uint64_t hash_of_options_;
 };
 
-// Calls visit(batch) for each global batch, at most `steps` of them if that is above 0; returns how many. After each it
-// calls finish(numbers), which returns their sums over the workers: so what compares batches may go with other sums.
-template <class Visit, class Finish>
-std::int64_t for_each_batch(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps,
-                            const Visit& visit, const Finish& finish) {
-  const auto& strategy = unwrap(impl.strategy);
-  if (strategy.is_newcomer() && strategy.parallelism() != nullptr) {
-    throw ClusterError(
-        "evaluate, predict: this process comes to a job that runs, and has a part of a model until fit, in which the "
-        "others take it in; call them behind fit, or not where LOCKSTEP_JOIN is set");
+// The global batches of a data set, at most `steps` of them if that is above 0.
+class Batches {
+ public:
+  // Reads the first one. Collective: where a worker cannot evaluate, or has no batch, all throw.
+  Batches(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps)
+      : steps_(steps), same_(impl, caller, data, steps) {
+    const auto& strategy = unwrap(impl.strategy);
+    strategy.check_on_all([&] {
+      check(impl, data);
+      iterator_.emplace(strategy::distribute_ahead(data, strategy.local_replicas()).iterate());
+      if (iterator_->is_sharded()) return;  // then all workers read at once
+      next_ = iterator_->next_parts();
+      if (!next_) throw InvalidArgument(kEmpty);
+    });
+    if (!next_) next_ = iterator_->next_parts();
+    if (!next_) throw collective::RefusedByAll(impl.workers(), kEmpty);
   }
-  if (steps < 0) throw InvalidArgument(text("steps is ", steps, "; it must be 0 (all) or more"));
-  if (steps == 0 && data.cardinality() == Dataset::kInfinite) {
-    throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
-  }
-  std::int64_t done = 0;
-  strategy.abort_on_error([&] {
-    const SameBatches same(impl, caller, data, steps);
-    auto iterator = strategy::distribute_ahead(data, strategy.local_replicas()).iterate();
-    const bool compares = same.are_compared(iterator);
-    auto batch = iterator.next_parts();
-    if (!batch) throw InvalidArgument("the data set is empty");
-    while (batch) {
-      const auto hash = compares ? iterator.element_hash() : 0;
-      visit(*batch);
+
+  // Calls visit(batch) for each; returns how many there were. After each it calls finish(numbers), which returns their
+  // sums over the workers: so what compares batches may go with other sums.
+  template <class Visit, class Finish>
+  std::int64_t for_each(const Visit& visit, const Finish& finish) {
+    const bool compares = same_.are_compared(*iterator_);
+    std::int64_t done = 0;
+    while (next_) {
+      const auto hash = compares ? iterator_->element_hash() : 0;
+      visit(*next_);
       ++done;
-      batch = steps == 0 || done < steps ? iterator.next_parts() : std::nullopt;
+      next_ = steps_ == 0 || done < steps_ ? iterator_->next_parts() : std::nullopt;
       if (compares) {
-        const auto numbers = same.numbers_of(hash, !batch);
-        same.check(finish(std::span<const double>(numbers)), done, hash, !batch);
+        const auto numbers = same_.numbers_of(hash, !next_);
+        same_.check(finish(std::span<const double>(numbers)), done, hash, !next_);
       } else {
         finish(std::span<const double>());
       }
     }
+    return done;
+  }
+
+ private:
+  static constexpr const char* kEmpty = "the data set is empty";
+
+  void check(const ModelImpl& impl, const Dataset& data) const {
+    const auto& strategy = unwrap(impl.strategy);
+    if (strategy.is_newcomer() && strategy.parallelism() != nullptr) {
+      throw ClusterError(
+          "evaluate, predict: this process comes to a job that runs, and has a part of a model until fit, in which the "
+          "others take it in; call them after fit, or not where LOCKSTEP_JOIN is set");
+    }
+    if (steps_ < 0) throw InvalidArgument(text("steps is ", steps_, "; it must be 0 (all) or more"));
+    if (steps_ == 0 && data.cardinality() == Dataset::kInfinite)
+      throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
+    const auto difference = impl.parameters->difference_between_copies();
+    if (!difference.empty()) throw InvalidArgument(difference);
+  }
+
+  const std::int64_t steps_;
+  const SameBatches same_;
+  std::optional<DistributedIterator> iterator_;
+  std::optional<PerReplica<internal::Part>> next_;
+};
+
+// Calls act(batches), collective over the workers. Where one fails, the others are told.
+template <class Act>
+void with_batches(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps, const Act& act) {
+  unwrap(impl.strategy).abort_on_error([&] {
+    Batches batches(impl, caller, data, steps);
+    const EvaluationMode evaluating(impl);
+    const at::NoGradGuard no_grad;
+    act(batches);
   });
-  return done;
 }
 
 // The workers' outputs for a batch, in order. A worker may have none; undefined where none has any.
@@ -178,8 +212,6 @@ std::vector<Tensor> outputs_of(const std::vector<Tensor>& parts) {
 // How many batches, and the logs.
 std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset& data, std::int64_t steps) {
   auto& impl = unwrap(model);
-  const EvaluationMode evaluating(impl);
-  const at::NoGradGuard no_grad;
   train::Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.workers());
   std::optional<PerReplica<train::StepResult>> results;
   const auto visit = [&](PerReplica<internal::Part>& batch) {
@@ -207,15 +239,14 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
     tracker.count_batch(sums);
     return std::vector<double>(sums.end() - static_cast<std::ptrdiff_t>(numbers.size()), sums.end());
   };
-  const auto batches = for_each_batch(impl, "evaluate", data, steps, visit, finish);
-  return {batches, tracker.logs()};
+  std::int64_t count = 0;
+  with_batches(impl, "evaluate", data, steps, [&](Batches& batches) { count = batches.for_each(visit, finish); });
+  return {count, tracker.logs()};
 }
 
 // One tensor a batch.
 std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std::int64_t steps) {
   auto& impl = unwrap(model);
-  const EvaluationMode evaluating(impl);
-  const at::NoGradGuard no_grad;
   std::vector<Tensor> outputs;
   const auto in_order = data.with_options({.auto_shard_policy = AutoShardPolicy::data});
   const auto visit = [&](PerReplica<internal::Part>& batch) {
@@ -239,7 +270,7 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
     if (!sums.empty()) impl.workers().sum(sums);
     return sums;
   };
-  for_each_batch(impl, "predict", in_order, steps, visit, sum);
+  with_batches(impl, "predict", in_order, steps, [&](Batches& batches) { batches.for_each(visit, sum); });
   return outputs;
 }
 

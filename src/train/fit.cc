@@ -61,10 +61,8 @@ class Fit {
     impl_.data_epochs = std::max<std::int64_t>(impl_.data_epochs, options_.initial_epoch);
     impl_.progress = {.epoch = options_.initial_epoch, .position = {.epoch = impl_.data_epochs}};
     impl_.stopping = impl_.agreed_to_stop = impl_.out_of_data = false;
-    const auto& strategy = unwrap(impl_.strategy);
-    strategy.abort_on_error([this] { build_for_first_batch(); });
-    strategy.abort_on_error(peers(), [this] {
-      impl_.gradients->prepare();
+    unwrap(impl_.strategy).abort_on_error(peers(), [this] {
+      build_for_first_batch();
       compare();
       steps_ = impl_.servers() == nullptr ? train::local_steps(impl_, data_, options_)
                                           : train::assigned_steps(impl_, data_, options_);
@@ -155,10 +153,13 @@ class Fit {
 
   void build_for_first_batch() {
     impl_.build_for(data_, "fit");
-    impl_.follow_requires_grad();
-    impl_.require_trainable();
     if (options_.validation_data) validation_data_ = options_.validation_data->keeping_first();
-    train::require_validation_data(validation_data_, options_, unwrap(impl_.strategy).local_replicas());
+    impl_.check_on_all("fit", [this] {
+      impl_.follow_requires_grad();
+      impl_.require_trainable();
+      train::require_validation_data(validation_data_, options_, unwrap(impl_.strategy).local_replicas());
+    });
+    impl_.gradients->prepare();
     impl_.tracker->reset();
     train::warn_of_copies(impl_);
   }
@@ -220,7 +221,7 @@ class Fit {
       auto news = seconds_of_workers();
       const auto here = agreement_.mine(impl_.stopping);
       news.insert(news.end(), here.begin(), here.end());
-      return agreement_.checked(steps_->sum(news));
+      return agreement_.checked([&] { return steps_->sum(news); });
     };
     recovery_.run(train, [this](const auto& sums) {
       steps_->count(sums);
@@ -385,7 +386,7 @@ class Fit {
 History Model::fit(const Dataset& data, const FitOptions& options) {
   impl_->require_compiled("fit");
   if (impl_->fitting) throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
-  train::check_fit_options(data, options);
+  impl_->check_on_all("fit", [&] { train::check_fit_options(data, options); });
   if (impl_->servers() != nullptr && impl_->servers()->restarted()) {
     impl_->build_for(data, "fit");
     impl_->load_past_fit();

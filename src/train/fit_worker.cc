@@ -54,6 +54,13 @@ ModelImpl::Numbers ModelImpl::in_section(const std::string& what, const std::fun
   return completed;
 }
 
+void ModelImpl::check_on_all(const std::string& what, const std::function<void()>& check) {
+  in_section(what, [&] {
+    collective::check_on_all(peers(), workers().size() > 1 ? "worker" : "rank", check);
+    return Numbers();
+  });
+}
+
 void ModelImpl::on_all_in_section(const std::string& what, const std::function<void()>& act) {
   in_section(what, [&] {
     act();

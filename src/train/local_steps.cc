@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "base/text.h"
+#include "collective/refused_by_all.h"
 #include "lockstep/base/error.h"
 #include "strategy/split.h"
 #include "train/model_impl.h"
@@ -222,7 +223,8 @@ std::unique_ptr<StepSource> local_steps(ModelImpl& impl, const Dataset& data, co
   if (unwrap(impl.strategy).is_elastic()) {  // however many workers there are, the steps have the same batches
     const auto policy = data.options().auto_shard_policy;
     if (policy != AutoShardPolicy::automatic && policy != AutoShardPolicy::data) {
-      throw InvalidArgument(
+      throw collective::RefusedByAll(  // they have the same policy
+          impl.peers(),
           "fit: an elastic strategy needs a data set that all workers read: its auto_shard_policy must be "
           "AutoShardPolicy::automatic or data");
     }

@@ -31,8 +31,10 @@ void ModelImpl::require_own(const char* caller) const {
 void ModelImpl::build(const Example& sample) {
   require_own("build");
   if (parameters != nullptr) return;
-  policy.check(unwrap(strategy).torch_devices());
-  train::require_free(layers, model_number);
+  unwrap(strategy).check_on_all([this] {
+    policy.check(unwrap(strategy).torch_devices());
+    train::require_free(layers, model_number);
+  });
   auto made = make_parameters(sample);
   if (pending_weights) {
     train::load_weights(pending_weights->first, pending_weights->second, made);
@@ -82,10 +84,16 @@ Example ModelImpl::own_positions(const Example& part) const {
 void ModelImpl::build_for(const Dataset& data, const char* caller) {
   require_own(caller);
   if (parameters != nullptr) return;
-  const auto first = strategy::first_element(data, unwrap(strategy).local_replicas());
-  if (!first.x.defined()) throw InvalidArgument(text(caller, ": the data set is empty"));
-  strategy::check_batch(first);
-  build(first);
+  const auto& all = unwrap(strategy);
+  all.abort_on_error([&] {
+    Example first;
+    all.check_on_all([&] {
+      first = strategy::first_element(data, all.local_replicas());
+      if (!first.x.defined()) throw InvalidArgument(text(caller, ": the data set is empty"));
+      strategy::check_batch(first);
+    });
+    build(first);
+  });
 }
 
 void ModelImpl::make_gradient_path() {
@@ -211,8 +219,8 @@ void Model::build(const std::vector<std::int64_t>& input_shape, at::ScalarType d
 
 Logs Model::train_on_batch(const Example& batch) {
   impl_->require_compiled("train_on_batch");
-  strategy::check_batch(batch);
-  const auto train = [&] {
+  unwrap(impl_->strategy).abort_on_error(impl_->peers(), [&] {
+    strategy::check_batch(batch);
     impl_->build(batch);
     impl_->follow_requires_grad();
     impl_->require_trainable();
@@ -221,11 +229,7 @@ Logs Model::train_on_batch(const Example& batch) {
     auto parts = strategy::split_batch(batch, impl_->replicas());
     std::vector<PerReplica<internal::Part>> one{std::move(parts)};
     impl_->tracker->add_batch(impl_->train_batches(one, *impl_->tracker)[0]);
-  };
-  if (impl_->programs)  // which run no thread of a replica that would tell the others
-    unwrap(impl_->strategy).abort_on_error(train);
-  else
-    train();
+  });
   return impl_->tracker->logs();
 }
 

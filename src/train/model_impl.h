@@ -68,7 +68,8 @@ class ModelImpl {
   // Makes the replicas for batches like `sample`, unless they are there. Applies weights that were loaded before.
   void build(const Example& sample);
 
-  // The same for the batches of a data set; `caller` begins the error where it is empty.
+  // The same for the batches of a data set; `caller` begins the error where it is empty. Where a worker cannot, the
+  // others are told.
   void build_for(const Dataset& data, const char* caller);
   void make_gradient_path();
   void require_built(const char* caller) const;
@@ -139,9 +140,14 @@ class ModelImpl {
   // The same for what each worker does for itself: where it returns on one, all have completed it.
   void on_all_in_section(const std::string& what, const std::function<void()>& act);
 
-  // The processes that make the same steps: the strategy's workers, or the optimizer's GradientRanks. Requires build
-  // and compile.
-  const Communicator& peers() const { return workers().size() > 1 ? workers() : gradients->ranks(); }
+  // As collective::check_on_all over peers(). `what`: as in_section's.
+  void check_on_all(const std::string& what, const std::function<void()>& check);
+
+  // The processes that make the same steps: the strategy's workers, or the optimizer's GradientRanks. Requires compile.
+  const Communicator& peers() const {
+    const auto& own = compiled->optimizer.options().gradient_ranks;
+    return own && workers().size() == 1 ? own->ranks : workers();
+  }
 
   // This process's replicas among those that share the data, and a replica's number among them. After build and
   // compile.
