@@ -102,16 +102,16 @@ Strategy strategy_with(const ServiceEngine& engine, const ParameterServerOptions
 
 // Learns the sum of all x times `scale`, which is no variable of the servers.
 struct Scaled : torch::nn::Module {
-  explicit Scaled(double scale)
+  explicit Scaled(double by)
       : weight(register_parameter("weight", at::zeros({1}, at::kDouble))),
-        scale(register_buffer("scale", at::full({1}, scale, at::kDouble))),
-        frozen(register_parameter("frozen", at::full({1}, scale, at::kDouble), /*requires_grad=*/false)) {}
+        scale(register_buffer("scale", at::full({1}, by, at::kDouble))),
+        frozen(register_parameter("frozen", at::full({1}, by, at::kDouble), /*requires_grad=*/false)) {}
   Tensor forward(const Tensor& x) { return x * (scale + frozen) * weight; }
   Tensor weight, scale, frozen;
 };
 
-Model scaled(double scale) {
-  Model model([scale] { return std::make_shared<Scaled>(scale); });
+Model scaled(double by) {
+  Model model([by] { return std::make_shared<Scaled>(by); });
   const auto minus = [](const Tensor&, const Tensor& out) { return -out; };
   model.compile({.optimizer = SGD({.learning_rate = 1}), .loss = Loss("minus", minus)});
   return model;

@@ -112,7 +112,8 @@ TEST(Refusals, OfAModelThatCannotBeMade) {
       if (!works) throw std::runtime_error("the vocabulary is not there");
       return torch::nn::Linear(2, 1);
     };
-    const auto said = message_of<std::runtime_error>([&] { const Model model([&] { return make(strategy.is_chief()); }); });
+    const auto said =
+        message_of<std::runtime_error>([&] { const Model model([&] { return make(strategy.is_chief()); }); });
     EXPECT_EQ(said, strategy.is_chief() ? "worker 1: the vocabulary is not there" : "the vocabulary is not there");
     const Model model([&] { return make(true); });
   });
