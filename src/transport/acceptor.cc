@@ -24,6 +24,11 @@ void warn(const std::string& problem) {
   warning.log(text("turned a connection away: ", problem));
 }
 
+bool one_waits_at(const FileDescriptor& listener) {
+  pollfd polled{listener.get(), POLLIN, 0};
+  return poll(&polled, 1, 0) > 0;
+}
+
 }  // namespace
 
 std::size_t most_that_prove() {
@@ -76,8 +81,9 @@ std::string Acceptor::refuse(const Greeting& theirs) {
   return refuse_(theirs);
 }
 
+// Where there is no room, first asks whether a connection waits for some: else none is turned away.
 void Acceptor::take_new() {
-  while (make_room()) {
+  while (proving_.size() < most_ || (one_waits_at(listener_) && make_room())) {
     FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket.open()) {
       no_descriptors_ = errno == EMFILE || errno == ENFILE;
@@ -91,7 +97,6 @@ void Acceptor::take_new() {
 // Drops a connection that has exceeded its time: the oldest without an opening, else the oldest that is slow. False
 // where there is none.
 bool Acceptor::make_room() {
-  if (proving_.size() < most_) return true;
   const auto silent = [](const auto& end) { return end->age() > kToOpen && !end->has_opened(); };
   const auto slow = [](const auto& end) { return end->age() > kToBelong; };
   auto last = std::find_if(proving_.begin(), proving_.end(), silent);
