@@ -1,37 +1,24 @@
 """Another user of the host against jobs: strangers_test.py LOCKSTEP SERVERS, beside which the program of elastic_fit_test is. Needs root, to become another user."""
 import contextlib
-import encodings.idna  # which another user may not be able to read
 import os
 import pathlib
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 import unittest
+
+from held_opens import HeldOpens
+from stranger import Stranger, another_user, listening, received, take, wait_for
 
 LOCKSTEP, SERVERS = sys.argv[1:3]
 WORKERS = str(pathlib.Path(SERVERS).with_name("elastic_fit_program"))
-STRANGER = 54321  # a user's number that nobody has
 LIMIT_S = 120
 STEPS_AN_EPOCH = 50
 OPENING, ANSWER = 96 + 18 + 32, 96 + 32  # bytes of the handshake before the answering end is known, and of its answer
-
-
-def listening(of_user=0):
-    """The inodes and ports of this user's sockets that listen on TCP."""
-    found = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in pathlib.Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[7]) == of_user:
-                found[fields[9]] = int(fields[1].rsplit(":", 1)[1], 16)
-    return found
 
 
 def ports_of(pid):
@@ -46,161 +33,6 @@ def ports_of(pid):
 
 def port_of(pid):
     return next(iter(ports_of(pid)), None)
-
-
-def wait_for(what, seconds=60, between_s=0.01):
-    end = time.monotonic() + seconds
-    while not (found := what()):
-        if time.monotonic() > end:
-            raise RuntimeError("it did not come")
-        time.sleep(between_s)
-    return found
-
-
-@contextlib.contextmanager
-def another_user(act):
-    """Calls act(say) in a process of another user until the block ends; say(text) appends to the list that is yielded."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setgid(STRANGER)
-            os.setuid(STRANGER)
-            os.close(reading)
-            act(lambda text: os.write(writing, (text + "\n").encode()))
-        except BaseException:
-            os.write(writing, traceback.format_exc().encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    said = []
-
-    def read():
-        with os.fdopen(reading) as lines:
-            for line in lines:
-                said.append(line)
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        yield said
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        reader.join()
-
-
-def take(port):
-    """Listens at the port as soon as it is free."""
-    while True:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            listener.listen(64)
-            return listener
-        listener.close()
-        time.sleep(0.001)
-
-
-def received(connection, seconds):
-    """What comes until the other end closes or the time is over."""
-    connection.settimeout(seconds)
-    came = b""
-    with contextlib.suppress(OSError):
-        while piece := connection.recv(65536):
-            came += piece
-    return came
-
-
-class Stranger:
-    """Another user's process, which relays between the callers of its ports and the job, changes the addresses that pass, and says what it heard to others."""
-    ELSEWHERE = 45998  # to which it changes them
-
-    def __init__(self):
-        reading, self.orders = os.pipe()
-        self.user = another_user(lambda say: self.obey(os.fdopen(reading), say))
-        self.said = self.user.__enter__()
-        os.close(reading)
-
-    def end(self):
-        os.close(self.orders)
-        self.user.__exit__(None, None, None)
-
-    def order(self, *words):
-        """Returns what it said until it had done that."""
-        before = len(self.said)
-        os.write(self.orders, (" ".join(map(str, words)) + "\n").encode())
-        wait_for(lambda: "done\n" in self.said[before:])
-        return self.said[before:]
-
-    # --- In the other process.
-
-    def obey(self, orders, say):
-        self.heard, self.open, self.ports = [], [], []
-        self.say = say
-        threading.Thread(target=self.be_called, args=(take(self.ELSEWHERE),), daemon=True).start()
-        for line in orders:
-            what, *ports = line.split()
-            {"take": self.listen, "try": self.attack, "tell": self.tell}[what]([int(port) for port in ports])
-            say("done")
-
-    def be_called(self, listener):
-        listener.accept()
-        self.say("a process of the job has called the stranger")
-
-    def listen(self, ports):
-        for port in ports:
-            threading.Thread(target=self.relay, args=(take(port),), daemon=True).start()
-
-    def relay(self, listener):
-        while True:
-            caller, _ = listener.accept()
-            threading.Thread(target=self.serve, args=(caller,), daemon=True).start()
-
-    def serve(self, caller):
-        """Where it knows no port of the job yet it only hears."""
-        first = True
-        for there in list(self.ports) or [None]:
-            with contextlib.suppress(OSError):
-                real = socket.create_connection(("127.0.0.1", there)) if there else None
-                ends = {caller: real, real: caller} if real else {caller: None}
-                while ready := select.select(list(ends), [], [], 5)[0]:
-                    for one in ready:
-                        piece = one.recv(65536)
-                        if one is caller and piece and first:
-                            first = False
-                            self.heard.append(piece)
-                            self.say(f"heard {len(piece)}")
-                        if changed := re.findall(rb"127\.0\.0\.1:\d{5}", piece):
-                            self.say(f"saw {changed}")
-                        if not piece or not ends[one]:
-                            raise OSError
-                        ends[one].sendall(re.sub(rb"(127\.0\.0\.1:)\d{5}", rb"\g<1>%d" % self.ELSEWHERE, piece))
-        caller.close()
-
-    def attack(self, ports):
-        """The job's ports: tries to take them, to be answered for what it heard, and for what a client of gRPC says. The connections stay."""
-        self.ports = ports
-        for port in ports:
-            for host in ("127.0.0.1", "0.0.0.0"):
-                with contextlib.suppress(OSError), socket.socket() as thief:
-                    thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                    thief.bind((host, port))
-                    thief.listen()
-                    self.say(f"took port {port} at {host}")
-            for words in [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 200, *(heard + heard for heard in self.heard[-3:])]:
-                with contextlib.suppress(OSError):
-                    real = socket.create_connection(("127.0.0.1", port), 1)
-                    self.open.append(real)
-                    real.sendall(words)
-
-    def tell(self, _):
-        """What was answered meanwhile."""
-        for real in self.open:
-            answer = received(real, 0.01)
-            self.say(f"answer {len(answer)} {answer[:4]}")
-        self.open = []
 
 
 class Jobs(unittest.TestCase):
@@ -293,19 +125,22 @@ class Jobs(unittest.TestCase):
         return ranks
 
     def stop_in_a_save(self, processes, folder, act):
-        """While a file that they write has no name yet."""
-        writing = lambda: folder.exists() and any(".tmp." in name for name in os.listdir(folder))
+        """While the file that they write has no name yet: its open waits until all are stopped, and ends with that."""
         ended = lambda: any(process.poll() is not None for process in processes)
-        while not ended():
-            wait_for(lambda: ended() or writing(), between_s=0)
-            if ended():
-                break
-            with contextlib.ExitStack() as all_stopped:
-                for process in processes:
-                    all_stopped.enter_context(self.stopped(process))
-                if writing():
-                    return act()
-        self.fail("no save could be met")
+        with HeldOpens(folder) as opens:
+            held = opens.wait(until=ended)
+            while held.name and not held.is_of(".tmp."):
+                held.allow()
+                held = opens.wait(until=ended)
+            self.assertTrue(held.name, "one ended without a save")
+            for process in processes:
+                process.send_signal(signal.SIGSTOP)
+            held.allow()
+        with contextlib.ExitStack() as all_stopped:
+            for process in processes:
+                all_stopped.enter_context(self.stopped(process))
+            self.assertIn(".tmp.", "".join(os.listdir(folder)))
+            act()
 
 
 class Strangers(Jobs):
@@ -365,41 +200,23 @@ class Strangers(Jobs):
         alone.kill()
         alone.wait()
 
-        def relay(say):
-            listener, evil = take(port), take(45998)
-            say("listens")
-
-            def serve(caller):
-                for there in sorted(set(listening().values()) - {port}):
-                    if not 10_000 <= there < 30_000:
-                        continue
-                    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", there)) as real:
-                        ends = {caller: real, real: caller}
-                        while True:
-                            for one in select.select(list(ends), [], [])[0]:
-                                if not (piece := one.recv(65536)):
-                                    return
-                                if changed := re.findall(rb"127\.0\.0\.1:\d{5}", piece):
-                                    say(f"saw {changed}")
-                                ends[one].sendall(re.sub(rb"(127\.0\.0\.1:)\d{5}", rb"\g<1>45998", piece))
-
-            def be_called():
-                evil.accept()
-                say("a process of the job has called the stranger")
-            threading.Thread(target=be_called, daemon=True).start()
-            while True:
-                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
-        with another_user(relay) as said:
-            wait_for(lambda: port in listening(STRANGER).values())
-            ranks = list(self.ranks_by_slurm(number))
-            for rank in ranks:
-                self.assertEqual(rank.wait(LIMIT_S), 0, rank.output())
+        stranger = self.stranger()
+        stranger.order("take", port)
+        ranks = self.ranks_by_slurm(number)
+        first = next(ranks)
+        stranger.order("try", wait_for(lambda: port_of(first.pid)))  # to which it relays from now on
+        ranks = [first, *ranks]
+        for rank in ranks:
+            self.assertEqual(rank.wait(LIMIT_S), 0, rank.output())
         self.assertIn(f"steps {STEPS_AN_EPOCH * 6}, updates by a batch 6 to 6,", ranks[0].output())
-        self.assertEqual(said, ["listens\n"])
+        stranger.order("tell")
+        self.assertTrue([line for line in stranger.said if line.startswith("heard")], stranger.said)
+        self.assert_learned_nothing(stranger.said)
 
     def test_workers_by_torchrun_that_are_stopped(self):
         """They train what one process does, whatever the stranger tries meanwhile."""
         backup = self.folder / "backup"
+        backup.mkdir()
         variables = {"EPOCHS": 8, "STEP_MS": 20, "VICTIM": 1, "STEP": 5, "PLACE": "print"}
         ranks = self.stop_in_each_phase([WORKERS], f"workers {os.getpid()}", backup, "step 5\n", FOLDER=self.folder, **variables)
         alone = self.start(WORKERS, environment={"EPOCHS": "8"})
@@ -414,6 +231,7 @@ class MoreStrangers(Jobs):
     def test_servers_by_torchrun_that_are_stopped(self):
         """Each batch is applied once an epoch, whatever the stranger tries meanwhile."""
         backup = self.folder / "backup"
+        backup.mkdir()
         ranks = self.stop_in_each_phase([SERVERS, "20", "5"], f"servers {os.getpid()}", backup, "trains", NUM_PS=1, BACKUP=backup)
         self.assertIn(f"steps {STEPS_AN_EPOCH * 20}, updates by a batch 20 to 20,", ranks[0].output())
 
