@@ -16,7 +16,8 @@
 namespace lockstep::elastic {
 namespace {
 
-constexpr std::chrono::seconds kForAnswer(1), kBetweenSlowPolls(1);
+// Its own host's launcher may be slow, and must learn whom it may not end.
+constexpr std::chrono::seconds kForAnswer(1), kForOwnAnswer(5), kBetweenSlowPolls(1);
 constexpr std::chrono::milliseconds kBetweenFastPolls(200);
 constexpr int kMostUnansweredPolls = 5;
 constexpr const char* kMembers = "members";
@@ -72,10 +73,10 @@ std::string print_places(const Members& members) {
 
 // Entries of later generations replace those of earlier ones. `read` returns the generation of one.
 void replace_earlier(const Store& store, const char* key, const std::string& printed, std::int64_t generation,
-                     const std::function<std::int64_t(const std::string&)>& read) {
-  auto before = store.compare_set(key, "", printed, Deadline::after(kForAnswer));
+                     std::chrono::seconds for_answer, const std::function<std::int64_t(const std::string&)>& read) {
+  auto before = store.compare_set(key, "", printed, Deadline::after(for_answer));
   while (before != printed && read(before) <= generation) {
-    before = store.compare_set(key, before, printed, Deadline::after(kForAnswer));
+    before = store.compare_set(key, before, printed, Deadline::after(for_answer));
   }
 }
 
@@ -166,16 +167,20 @@ void publish(const Members& members, ConnectedStores& stores) {
     const auto& address = members.stores[i];
     const auto is_there = [&](const Process& process) { return process.store == address; };
     const bool has_members = std::any_of(members.processes.begin(), members.processes.end(), is_there);
-    if (has_members ? address != members.self().store : members.world.rank != 0) return;
+    const bool is_own = address == members.self().store;
+    if (has_members ? !is_own : members.world.rank != 0) return;
+    const auto for_answer = is_own ? kForOwnAnswer : kForAnswer;
+    const auto generation_of_places = [](const std::string& entry) {
+      std::int64_t first_line = 0;
+      std::istringstream(entry) >> first_line;
+      return first_line;
+    };
     try {
       const auto store = stores.at(address);
-      replace_earlier(store, kMembers, printed, generation,
+      replace_earlier(store, kMembers, printed, generation, for_answer,
                       [](const auto& entry) { return parse_members(entry, {}).world.generation; });
-      replace_earlier(store.without_prefix(), cluster::kMembersNow, printed_places, generation, [](const auto& entry) {
-        std::int64_t first_line = 0;
-        std::istringstream(entry) >> first_line;
-        return first_line;
-      });
+      replace_earlier(store.without_prefix(), cluster::kMembersNow, printed_places, generation, for_answer,
+                      generation_of_places);
     } catch (const Error&) {  // that host is lost
     }
   });

@@ -113,7 +113,8 @@ Child::Child(const ChildCommand& command)
       prefix_(command.prefix),
       log_file_(command.log_file),
       rank_(command.rank),
-      is_controlled_(command.input.has_value()) {
+      is_controlled_(command.input.has_value()),
+      is_elsewhere_(command.is_elsewhere) {
   if (!command.log_file.empty()) {
     log_ = open_log(command.log_file);
   }
@@ -188,6 +189,16 @@ bool Child::reap(const std::function<void(pid_t)>& before_its_number_is_free) {
   signal_ = info.si_code == CLD_EXITED ? 0 : info.si_status;
   status_ = info.si_code == CLD_EXITED ? info.si_status : 128 + info.si_status;
   return true;
+}
+
+void Child::let_begin() {
+  has_begun_ = true;
+  send_message(kBegin);
+}
+
+void Child::report_end(int status, bool lives_on) {
+  ranks_have_ended_ = true;
+  if (lives_on) reported_status_ = status;
 }
 
 void Child::send(int signal) {

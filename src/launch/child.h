@@ -31,10 +31,13 @@ struct ChildCommand {
   std::string role = {};
   bool dispensable = false;  // the same when it fails; when it may not be started again, the job goes on without it
 
-  int ranks = 1;  // of the job that it runs
+  int ranks = 1;       // of the job, that it runs
+  int first_rank = 0;  // likewise, of another host's launcher
 
   // When it ends with status 0 the job is over: the others end soon, or are ended.
   bool ends_job = false;
+
+  bool is_elsewhere = false;  // it is reached over a network: its processes may live on when the connection breaks
 
   // The first bytes of its standard input. The input then stays open and carries the messages of
   // launch/control_protocol.h, which replace signals.
@@ -76,12 +79,18 @@ class Child {
   // Why its log file is not whole; empty where it is.
   const std::string& log_problem() const { return log_problem_; }
 
-  // Another host's launcher has said that its ranks have ended.
-  void report_end(int status) { reported_status_ = status; }
+  // Another host's launcher is there, and waits for leave to start its ranks, which it gets.
+  void let_begin();
+
+  // It has said that its ranks have ended. `lives_on`: to hold its host's store; else it is about to end.
+  void report_end(int status, bool lives_on);
 
   // That launcher has said before that its ranks found no member of an elastic job.
   void report_nobody_is_left() { found_nobody_ = true; }
   bool found_nobody() const { return found_nobody_; }
+
+  // After its end: it began ranks on another host and did not say that they have ended, so they may still run.
+  bool ended_without_word() const { return is_elsewhere_ && has_begun_ && !ranks_have_ended_; }
 
   // Whether it has just ended. Where it is gone, the rest of its process group is killed; another process may get its
   // process id as soon as `before_its_number_is_free` has returned.
@@ -114,7 +123,7 @@ class Child {
 
   std::string name_, prefix_, log_file_, log_problem_;
   int rank_ = -1;
-  bool is_controlled_ = false;
+  bool is_controlled_ = false, is_elsewhere_ = false;
   pid_t pid_ = 0;
   Mutex mutex_;
   FileDescriptor input_ LOCKSTEP_GUARDED_BY(mutex_);
@@ -122,7 +131,7 @@ class Child {
   FileDescriptor log_;
   std::string last_line_, last_error_;
   std::optional<int> reported_status_;
-  bool ended_ = false, is_gone_ = false, found_nobody_ = false;
+  bool ended_ = false, is_gone_ = false, found_nobody_ = false, has_begun_ = false, ranks_have_ended_ = false;
   int status_ = 0, signal_ = 0;
 };
 

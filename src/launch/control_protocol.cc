@@ -53,6 +53,12 @@ std::string ControlProtocol::first(Deadline deadline) {
   return line;
 }
 
+void ControlProtocol::wait_for_begin(Deadline deadline) {
+  auto line = first(deadline);
+  while (line + "\n" == kAlive) line = first(deadline);
+  if (line + "\n" != kBegin) throw ClusterError("lockstep run: the job ended before it began here");
+}
+
 ControlProtocol::Message ControlProtocol::next() {
   using Kind = Message::Kind;
   if (!ended_) read_some();

@@ -11,13 +11,18 @@
 
 namespace lockstep::launch {
 
+inline constexpr const char* kBegin = "begin\n";  // in answer to kPartIsHereMessage: its ranks may be started
 inline constexpr const char* kAlive = "alive\n";
 inline constexpr const char* kEnd = "end\n";      // another host's rank has failed
 inline constexpr const char* kLeave = "leave\n";  // the ranks of this host are to leave an elastic job
 std::string signal_message(int signal);
 
-// To the other launcher, from that of an elastic job's host: its ranks have ended, and how. It holds its store until it
-// is told SIGKILL, or nobody needs that any more.
+// To the other launcher: that of a host is there. It starts no ranks before that one has heard it, which therefore
+// knows of each host whether ranks may run there.
+inline constexpr const char* kPartIsHereMessage = "lockstep part: is here\n";
+
+// Likewise: its ranks have ended, and how. That of an elastic job's host then holds its store until it is told SIGKILL,
+// or nobody needs that any more.
 std::string ranks_ended_message(int status);
 std::optional<int> status_in(const std::string& line);  // of such a message, without the line's end
 
@@ -39,6 +44,9 @@ class ControlProtocol {
 
   // The first line. Throws ClusterError where none comes.
   std::string first(Deadline deadline);
+
+  // Waits until ranks may be started. Throws ClusterError where that is not said, or the job is to end.
+  void wait_for_begin(Deadline deadline);
 
   int descriptor() const { return ended_ ? -1 : 0; }
 

@@ -14,7 +14,7 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr std::chrono::seconds kBetweenLooks(1);
+constexpr std::chrono::seconds kBetweenLooks(1), kToFindNobody(60);
 
 }  // namespace
 
@@ -23,27 +23,29 @@ bool JobProcesses::replace(std::size_t index) {
   auto& command = members_[index];
   const auto& role = command.role;
   auto& child = *children_[index];
-  if (is_without_members(index)) {
-    nobody_is_left_ = true;
-    restarts_used_ = restarted_[role];
-    for (std::size_t i = 0; i < children_.size(); ++i) restarts_used_ -= !children_[i]->ended() && joins(i) ? 1 : 0;
+  if (is_without_members()) {
+    find_nobody();
+    if (child.is_controlled() && !child.found_nobody() && context_.lost) context_.lost(child.name(), false);
     return false;
   }
-  const bool goes_on_elastically = role.empty() && (enough_are_left() || (child.found_nobody() && running()));
+  const bool are_unnamed = none_is_named();
+  const bool others_tell = are_unnamed || (child.found_nobody() && running());
+  const bool goes_on_elastically = role.empty() && (enough_are_left() || others_tell);
   if (role.empty() && !goes_on_elastically) return false;
-  const bool has_begun = goes_on_elastically && context_.has_begun && context_.has_begun();
+  const bool has_begun = goes_on_elastically && begun();
   if (child.is_controlled() && !has_begun) return false;
   const bool can_join = has_begun && !child.is_controlled();
   if (goes_on_elastically && !has_begun && context_.ended) context_.ended(child.rank());
   int& restarted = restarted_[role];
-  const bool may_start = role.empty() ? can_join && (running() || is_part_) && refusal(index).empty()
+  const bool may_start = role.empty() ? can_join && !others_tell && (running() || is_part_) && refusal(index).empty()
                                       : command.dispensable || child.was_killed();
   const bool starts_again = may_start && restarted < limits_.restarts;
   if (!starts_again && !goes_on_elastically && (!command.dispensable || is_last_worker(index))) return false;
   const auto what = kNotice + end_of(child);
   if (!starts_again) {
     last_lost_ = &child;
-    if (context_.lost) context_.lost(child.name());
+    if (are_unnamed) finds_nobody_by_ = Deadline::after(kToFindNobody);
+    if (context_.lost) context_.lost(child.name(), child.found_nobody());
     context_.err << what << "; the job goes on without it" << std::endl;
     return true;
   }
@@ -113,7 +115,7 @@ void JobProcesses::take_more() {
       children_.push_back(std::move(child));
     } catch (const Error& error) {
       context_.err << kNotice << command.name << " cannot be started: " << error.what() << std::endl;
-      context_.lost(command.name);
+      context_.lost(command.name, false);
     }
   }
   for (const auto& child : children_) {
@@ -155,27 +157,56 @@ std::string JobProcesses::refusal(std::size_t index) const {
   return context_.refusal(child.rank(), members_[index].environment.at("LOCKSTEP_RESTART"));
 }
 
-// True where one of an elastic job's latest members runs here, or has ended well. Each other launcher looks after its
-// own.
-bool JobProcesses::has_member() const {
-  for (std::size_t i = 0; i < children_.size(); ++i) {
-    const auto& child = *children_[i];
-    if (child.ended() && child.status() != 0) continue;
-    if (child.is_controlled() || !context_.is_member) return true;
-    if (context_.is_member(child.rank(), joins(i) ? members_[i].environment.at("LOCKSTEP_RESTART") : "")) return true;
-  }
-  return false;
+// Of an elastic job, as far as the store knows: it may not name one yet that was just taken in. Each other launcher
+// looks after its own.
+bool JobProcesses::is_member(std::size_t index) const {
+  const auto& child = *children_[index];
+  if (child.is_controlled() || !context_.is_member) return true;
+  return context_.is_member(child.rank(), joins(index) ? members_[index].environment.at("LOCKSTEP_RESTART") : "");
 }
 
-// True where an elastic job has lost its last member with this process, so that nobody can take in those that wait.
-// Where other launchers run a part of the job, the processes that wait find out.
-bool JobProcesses::is_without_members(std::size_t lost) const {
-  if (!limits_.elastic || !context_.has_begun || !context_.has_begun() || has_member()) return false;
-  // The launcher whose processes found nobody and the one whose host was lost may end in any order.
-  if (children_[lost]->is_controlled()) {
-    return std::any_of(children_.begin(), children_.end(), [](const auto& child) { return child->found_nobody(); });
+// True where processes of an elastic job run, and the store names none of them as a member. Those that wait to join
+// find that nobody can take them in, and end; one that was taken in goes on.
+bool JobProcesses::none_is_named() const {
+  if (!limits_.elastic || is_part_ || !running() || !begun()) return false;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    if (!children_[i]->ended() && is_member(i)) return false;
   }
-  return !is_part_ || refusal(lost) == cluster::kNobodyIsLeft;
+  return true;
+}
+
+// True where an elastic job has lost its last member: none runs, or has ended well. One that came later may have been
+// taken in just now; whether it was, it says itself. Where other launchers run a part of the job, a process must also
+// have found that nobody is left elsewhere.
+bool JobProcesses::is_without_members() const {
+  if (!limits_.elastic || !begun()) return false;
+  bool have_found_nobody = false;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    const auto& child = *children_[i];
+    if (!child.ended() && joins(i)) return false;
+    if ((!child.ended() || child.status() == 0) && is_member(i)) return false;
+    have_found_nobody |= child.found_nobody() || refusal(i) == cluster::kNobodyIsLeft;
+  }
+  const bool is_whole = !is_part_ && !children_[0]->is_controlled();
+  return is_whole || have_found_nobody;
+}
+
+void JobProcesses::find_nobody() {
+  nobody_is_left_ = true;
+  restarts_used_ = restarted_[""];
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    const bool never_taken_in = joins(i) && (!children_[i]->ended() || refusal(i) == cluster::kNobodyIsLeft);
+    restarts_used_ -= never_taken_in ? 1 : 0;
+  }
+}
+
+// Those that wait have had the time to find that nobody is left. One that hangs is no member either.
+void JobProcesses::notice_nobody() {
+  if (!finds_nobody_by_ || !finds_nobody_by_->passed() || ending_) return;
+  finds_nobody_by_.reset();
+  if (!none_is_named()) return;
+  find_nobody();
+  fails_first(*last_lost_);
 }
 
 // As many as an elastic job needs.

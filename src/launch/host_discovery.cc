@@ -93,14 +93,23 @@ std::string output_of(const std::string& command, const std::stop_token& stop) {
 
 }  // namespace
 
-HostDiscovery::HostDiscovery(std::string command)
-    : command_(std::move(command)), hosts_(ask({})), thread_([this](const std::stop_token& stop) {
+HostDiscovery::HostDiscovery(std::string command, double blacklist_seconds)
+    : command_(std::move(command)),
+      hosts_(ask({})),
+      failed_(blacklist_seconds),
+      thread_([this](const std::stop_token& stop) {
         while (!stop_requested_by(Deadline::after(kBetweenRuns), stop)) ask_again(stop);
       }) {}
 
 std::vector<HostSlots> HostDiscovery::hosts() {
   MutexLock lock(mutex_);
   return hosts_;
+}
+
+std::vector<HostSlots> HostDiscovery::usable_hosts() {
+  auto usable = hosts();
+  std::erase_if(usable, [this](const HostSlots& host) { return failed_.has(host.name); });
+  return usable;
 }
 
 std::vector<HostSlots> HostDiscovery::ask(const std::stop_token& stop) const {

@@ -80,6 +80,8 @@ std::vector<MemberPlace> parse_places(const std::string& printed) {
     MemberPlace place;
     int part = 0;
     words >> name >> place.store >> part >> std::ws;
+    const auto rank = name.substr(std::min(name.size(), name.find('-') + 1));  // process-RANK, newcomer-RANK-...
+    place.rank = whole_number<int>(rank.substr(0, rank.find('-'))).value_or(-1);
     std::getline(words, place.host);
     places.push_back(std::move(place));
   }

@@ -27,6 +27,7 @@ void use_store(JobProcesses::Context& context, const Store& store);
 
 // Where an elastic job's members are, as `store` knows them; empty where it knows none.
 struct MemberPlace {
+  int rank = -1;  // its launcher's number; -1: it has none
   std::string store, host;
 };
 std::vector<MemberPlace> places_of_members(const Store& store);

@@ -78,12 +78,19 @@ int launch_part() {
                                     .restarts = part.restarts,
                                     .elastic = part.elastic,
                                     .until_launcher_is_lost = in_etcd ? kUntilEtcdKnows : 0};
-  JobProcesses ranks(ranks_of(part, token.path()), limits, context);
-  const int status = ranks.run();
-  if (!store) return status;
-  if (ranks.nobody_is_left()) err << kNobodyIsLeftMessage;
+  err << kPartIsHereMessage << std::flush;
+  control.wait_for_begin(Deadline::after(kToHearWhatToRun));
+  std::optional<JobProcesses> ranks;
+  try {
+    ranks.emplace(ranks_of(part, token.path()), limits, context);
+  } catch (const Error&) {  // none was started, or is left
+    err << ranks_ended_message(1) << std::flush;
+    throw;
+  }
+  const int status = ranks->run();
+  if (ranks->nobody_is_left()) err << kNobodyIsLeftMessage;
   err << ranks_ended_message(status) << std::flush;
-  if (!in_etcd) hold_store(*store, control, signals);
+  if (store && !in_etcd) hold_store(*store, control, signals);
   return status;
 }
 

@@ -30,13 +30,11 @@ JobProcesses::JobProcesses(std::vector<ChildCommand> members, const Limits& limi
       limits_(limits),
       context_(context),
       is_part_(context.control != nullptr || limits.others_run_elsewhere) {
-  for (const auto& command : members_) {
-    if (const int signal = context_.signals.next()) {  // there may be very many
-      pass_on(signal);
-      break;
-    }
-    children_.push_back(std::make_unique<Child>(command));
-    context_.reaper.watch(children_.back()->pid());
+  try {
+    start_all();
+  } catch (const Error&) {
+    kill_all();
+    throw;
   }
   // In a thread of its own: a slow reader of this process's output may block the main thread.
   if (std::none_of(members_.begin(), members_.end(), [](const auto& command) { return command.input.has_value(); }))
@@ -49,8 +47,23 @@ JobProcesses::JobProcesses(std::vector<ChildCommand> members, const Limits& limi
   });
 }
 
+void JobProcesses::start_all() {
+  for (const auto& command : members_) {
+    if (const int signal = context_.signals.next()) {  // there may be very many
+      pass_on(signal);
+      break;
+    }
+    children_.push_back(std::make_unique<Child>(command));
+    context_.reaper.watch(children_.back()->pid());
+  }
+}
+
 JobProcesses::~JobProcesses() {
   signs_of_life_ = std::jthread();
+  kill_all();
+}
+
+void JobProcesses::kill_all() {
   for (const auto& child : children_) child->kill();
   const auto limit = Deadline::after(kToReport);
   for (const auto& child : children_) {
@@ -68,6 +81,7 @@ int JobProcesses::run() {
     obey_launcher();
     read_all();
     notice_ends();
+    notice_nobody();
     notice_those_left_out();
     take_more();
     if (end_at_ && end_at_->passed()) {
@@ -114,11 +128,19 @@ void JobProcesses::obey_launcher() {
     launcher_is_lost_at_.reset();
     lose_launcher();
   }
-  if (limits_.elastic || !context_.control->silent_for(kLongSilenceSeconds) || told_to_end_) return;
+  if (limits_.elastic || !context_.control->silent_for(limits_.longest_silence_seconds) || told_to_end_) return;
   told_to_end_ = true;
-  context_.err << kNotice << "the launcher of this job has been silent for " << kLongSilenceSeconds << " s"
+  context_.err << kNotice << "the launcher of this job has been silent for " << limits_.longest_silence_seconds << " s"
                << std::endl;
   pass_on(SIGKILL);
+}
+
+std::vector<ChildCommand> JobProcesses::launchers_without_word() const {
+  std::vector<ChildCommand> launchers;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    if (children_[i]->ended_without_word()) launchers.push_back(members_[i]);
+  }
+  return launchers;
 }
 
 bool JobProcesses::running() const {
@@ -154,8 +176,7 @@ bool JobProcesses::read(Child& child) {
   });
   any |= child.read(Child::Stream::error, [&](const std::string& line, bool is_replaced) {
     const bool ends_job = child.is_controlled() && !limits_.elastic && line.starts_with(kReport);
-    if (child.is_controlled() && line + "\n" == kNobodyIsLeftMessage) return child.report_nobody_is_left();
-    if (const auto status = child.is_controlled() ? status_in(line) : std::nullopt) return child.report_end(*status);
+    if (child.is_controlled() && obey_part(child, line)) return;
     if (!ends_job) return print(child, context_.err, line, is_replaced);
     if (first_ != nullptr || ending_) return;
     report_ = line;
@@ -163,6 +184,22 @@ bool JobProcesses::read(Child& child) {
   });
   tell_of_log(child);
   return any;
+}
+
+// Whether the line is a message of another host's launcher, and no output.
+bool JobProcesses::obey_part(Child& child, const std::string& line) {
+  const auto message = line + "\n";
+  if (message.ends_with(kPartIsHereMessage)) {  // a shell may have printed something before
+    if (!ending_) child.let_begin();
+    return true;
+  }
+  if (message == kNobodyIsLeftMessage) {
+    child.report_nobody_is_left();
+    return true;
+  }
+  const auto status = status_in(line);
+  if (status) child.report_end(*status, limits_.elastic);
+  return status.has_value();
 }
 
 void JobProcesses::tell_of_log(const Child& child) {

@@ -38,7 +38,9 @@ class JobProcesses {
     // second.
     std::function<std::vector<ChildCommand>(const JobProcesses&)> more = {};
     std::function<bool(const std::string& name)> is_to_leave = {};
-    std::function<void(const std::string& name)> lost = {};  // the job goes on without it
+
+    // The job goes on without the member. `found_nobody`: it did not fail, but found no member that it could join.
+    std::function<void(const std::string& name, bool found_nobody)> lost = {};
 
     // Whether the other launcher still holds the job's store, although its connection to this one broke.
     std::function<bool()> launcher_lives = {};
@@ -62,6 +64,7 @@ class JobProcesses {
     int fewest = 0;                     // likewise: while so many ranks are left here
     bool others_run_elsewhere = false;  // processes of the job, which other launchers have started
     double until_launcher_is_lost = 0;  // seconds from when its connection broke to when that can be known
+    double longest_silence_seconds = kLongSilenceSeconds;  // of that launcher; then a job that is not elastic ends here
   };
 
   // Starts them. Throws ClusterError and IoError; then none is left.
@@ -89,15 +92,21 @@ class JobProcesses {
 
   bool was_asked_to_end() const { return asked_ != 0; }
 
+  // After run(): launchers on other hosts whose connection broke. Their ranks may still run.
+  std::vector<ChildCommand> launchers_without_word() const;
+
  private:
   static constexpr const char *kReport = "lockstep run: ", *kNotice = "lockstep: ";  // kNotice: the job has not failed
   static constexpr std::chrono::seconds kAfterTheOthers{5};
 
+  void start_all();
+  void kill_all();
   bool running() const;
   void wait();
   void obey_launcher();
   bool read_all();
   bool read(Child& child);
+  bool obey_part(Child& child, const std::string& line);
   bool reap(Child& child);
   void tell_of_log(const Child& child);
   void print(const Child& child, std::ostream& to, const std::string& line, bool is_replaced);
@@ -107,8 +116,12 @@ class JobProcesses {
   bool enough_are_left() const;
   bool joins(std::size_t index) const { return members_[index].environment.contains("LOCKSTEP_JOIN"); }
   std::string refusal(std::size_t index) const;
-  bool has_member() const;
-  bool is_without_members(std::size_t lost) const;
+  bool begun() const { return context_.has_begun && context_.has_begun(); }
+  bool is_member(std::size_t index) const;
+  bool none_is_named() const;
+  bool is_without_members() const;
+  void find_nobody();
+  void notice_nobody();
   void lose_launcher();
   void leave();
   void notice_those_left_out();
@@ -129,10 +142,11 @@ class JobProcesses {
   std::vector<std::unique_ptr<Child>> children_;
   std::vector<std::unique_ptr<Child>> replaced_;  // whose places others have
   std::map<std::string, int> restarted_;          // [role]
-  const Child* last_lost_ = nullptr;              // without which an elastic job went on
+  Child* last_lost_ = nullptr;                    // without which an elastic job went on
   const Child* first_ = nullptr;                  // that failed
   bool nobody_is_left_ = false;
   int restarts_used_ = 0;
+  std::optional<Deadline> finds_nobody_by_;
   std::string report_;  // its failure, as another host's launcher reported it
   std::set<const Child*> without_log_;
   bool nobody_reads_ = false;
