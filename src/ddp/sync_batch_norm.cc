@@ -9,11 +9,10 @@
 #include <torch/nn/module.h>
 
 #include <numeric>
-#include <unordered_map>
 
-#include "base/mutex.h"
 #include "base/text.h"
 #include "gradient/backward_weights.h"
+#include "gradient/layer_over_ranks.h"
 #include "lockstep/base/error.h"
 #include "lockstep/collective/group.h"
 
@@ -27,68 +26,31 @@ constexpr std::chrono::minutes kTimeout(30);
 
 Deadline soon() { return Deadline::after(kTimeout); }
 
-// A converted layer. The ranks of its Group synchronize while it trains, as PyTorch's; in eval() a layer without
-// running statistics normalizes each rank's batch by itself.
-struct Layer {
-  Layer(const std::shared_ptr<torch::nn::Module>& of, const std::string& name, const Tensor& weight,
+struct Layer : gradient::LayerOverRanks {
+  Layer(const std::shared_ptr<torch::nn::Module>& of, const std::string& name, const Tensor& weight_parameter,
         std::shared_ptr<const Group> among)
-      : module(of),
-        parameter(weight.defined() ? weight.getIntrusivePtr() : nullptr),
-        group(std::move(among)),
+      : LayerOverRanks(of, name, std::move(among)),
+        parameter(weight_parameter.defined() ? weight_parameter.getIntrusivePtr() : nullptr),
         forward(text("the statistics of the batch normalization \"", name, "\"")),
         backward(text("the gradients of the batch normalization \"", name, "\"")) {}
-
-  bool trains() const {
-    const auto alive = module.lock();
-    return alive == nullptr || alive->is_training();
-  }
 
   // The weight of this rank's gradients in the backward that runs.
   double weight_of_backward(double examples) const {
     const auto own = parameter.lock();
-    return gradient::BackwardWeights::of_layer(own ? Tensor(own) : Tensor()).value_or(examples);
+    const auto known = gradient::BackwardWeights::of_layer(own ? Tensor(own) : Tensor());
+    if (known) return *known;
+    const double counts_for = weight().value_or(examples);
+    set_counted(counts_for);
+    return counts_for;
   }
 
-  const std::weak_ptr<torch::nn::Module> module;
   const c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl> parameter;  // its weight
-  const std::shared_ptr<const Group> group;
   const Purpose forward, backward;
 };
 
-// Which tensors belong to converted layers. Tensors are held by weak references, so that no other tensor gets the
-// address of a remembered one.
-class Converted {
- public:
-  void add(const Tensor& tensor, std::shared_ptr<const Layer> layer) {
-    MutexLock lock(mutex_);
-    std::erase_if(layers_, [](const auto& entry) { return entry.second.tensor.expired(); });
-    layers_.insert_or_assign(tensor.unsafeGetTensorImpl(),
-                             Entry{WeakTensor(tensor.getIntrusivePtr()), std::move(layer)});
-    any_.store(true, std::memory_order_release);
-  }
-
-  std::shared_ptr<const Layer> layer_of(const OptionalTensor& tensor) {
-    if (!any_.load(std::memory_order_acquire) || !tensor || !tensor->defined()) return nullptr;
-    MutexLock lock(mutex_);
-    const auto found = layers_.find(tensor->unsafeGetTensorImpl());
-    return found == layers_.end() ? nullptr : found->second.layer;
-  }
-
- private:
-  using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>;
-  struct Entry {
-    WeakTensor tensor;
-    std::shared_ptr<const Layer> layer;
-  };
-
-  std::atomic<bool> any_{false};
-  Mutex mutex_;
-  std::unordered_map<const at::TensorImpl*, Entry> layers_ LOCKSTEP_GUARDED_BY(mutex_);
-};
-
-Converted& converted() {
-  static Converted layers;
-  return layers;
+std::shared_ptr<const Layer> layer_of(const OptionalTensor& tensor) {
+  if (!tensor || !tensor->defined()) return nullptr;
+  return std::dynamic_pointer_cast<const Layer>(gradient::layer_over_ranks_of(*tensor));
 }
 
 Tensor summed(const Tensor& values, const Group& group, Purpose purpose) {
@@ -106,13 +68,14 @@ struct LayerHolder : torch::CustomClassHolder {
 
 // The sum over all ranks. Backward sums the ranks' gradients, each times the weight that the rank has where the
 // parameters' gradients are averaged. DistributedDataParallel and fully_shard give the examples of the backward,
-// Horovod gives 1. A rank counts for its examples where nobody is known to average gradients.
+// Horovod gives 1. Where nobody is known to average gradients, a rank counts for its examples: those of its whole batch
+// in a pipeline, else those of the forward.
 struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& values,
                         const c10::intrusive_ptr<LayerHolder>& holder, double examples) {
     context->saved_data["layer"] = c10::IValue::make_capsule(holder);
     context->saved_data["examples"] = examples;
-    return summed(values, *holder->layer->group, holder->layer->forward);
+    return summed(values, holder->layer->group(), holder->layer->forward);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
@@ -125,7 +88,7 @@ struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
     } catch (...) {
       unknown = std::current_exception();
     }
-    const auto sum = summed(gradients[0] * weight, *layer->group, layer->backward);  // for which the others wait
+    const auto sum = summed(gradients[0] * weight, layer->group(), layer->backward);  // for which the others wait
     if (unknown) std::rethrow_exception(unknown);
     return {weight > 0 ? sum / weight : at::zeros_like(sum), Tensor(), Tensor()};
   }
@@ -169,8 +132,8 @@ Tensor normalized_over_ranks(const Tensor& input, const OptionalTensor& weight, 
 Tensor batch_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                   const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training, double momentum,
                   double eps, bool cudnn_enabled) {
-  auto layer = training ? converted().layer_of(running_mean) : nullptr;
-  if (training && !layer) layer = converted().layer_of(weight);
+  auto layer = training ? layer_of(running_mean) : nullptr;
+  if (training && !layer) layer = layer_of(weight);
   if (!layer || !layer->trains()) {
     return at::compositeimplicitautograd::batch_norm(x, weight, bias, running_mean, running_var, training, momentum,
                                                      eps, cudnn_enabled);
@@ -190,9 +153,9 @@ bool convert(const std::shared_ptr<torch::nn::Module>& module, const std::string
     throw InvalidArgument(
         text("convert_sync_batchnorm: the layer \"", name, "\" has neither weights nor running statistics"));
   }
-  const auto made = std::make_shared<const Layer>(module, name, layer->weight, group);
-  if (layer->running_mean.defined()) converted().add(layer->running_mean, made);
-  if (layer->weight.defined()) converted().add(layer->weight, made);
+  const auto made = std::make_shared<Layer>(module, name, layer->weight, group);
+  if (layer->running_mean.defined()) gradient::add_layer_over_ranks(layer->running_mean, made);
+  if (layer->weight.defined()) gradient::add_layer_over_ranks(layer->weight, made);
   return true;
 }
 
@@ -217,7 +180,7 @@ void SyncBatchNormImpl::_check_input_dim(const Tensor& x) {
 Tensor SyncBatchNormImpl::forward(const Tensor& x) {
   _check_input_dim(x);
   const bool by_batch = is_training() || !options.track_running_stats();
-  const bool is_converted = converted().layer_of(running_mean) || converted().layer_of(weight);
+  const bool is_converted = layer_of(running_mean) || layer_of(weight);
   if (by_batch && !(is_converted && is_training()) && x.numel() == x.size(1)) {
     throw InvalidArgument(text("SyncBatchNorm: the input has shape ", x.sizes(),
                                ", one value per channel, and convert_sync_batchnorm gave the layer no other ranks"));

@@ -13,6 +13,7 @@
 #include "base/text.h"
 #include "collective/refused_by_all.h"
 #include "gradient/found_parameters.h"
+#include "gradient/layer_over_ranks.h"
 #include "gradient/tensor_hash.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -94,6 +95,7 @@ std::string ReplicatedParameters::describe() const {
 void ReplicatedParameters::find_slots() {
   for (const auto& module : modules_) {
     if (module == nullptr) throw InvalidArgument("the model's factory returned no module");
+    gradient::require_no_layers_over_ranks(*module);
     parameters_.push_back(
         (split_ ? gradient::find_parameters(split_->trained) : gradient::find_parameters(*module)).tensors);
     auto& buffers = buffers_.emplace_back();

@@ -30,8 +30,9 @@ Measured measure(const PipelineStage& layer, const Tensor& x) {
   module->to(x.device());
   if (parallel::is_called_with_other_ranks(*module)) {
     throw InvalidArgument(
-        "measure_layers: a layer has experts on several ranks, or sharded parameters, which all ranks would have to "
-        "call: say how many layers each stage has, as ModelParallelOptions::layers_of_stages does");
+        "measure_layers: a layer has experts on several ranks, a batch normalization over them, or sharded parameters, "
+        "which all ranks would have to call: say how many layers each stage has, as "
+        "ModelParallelOptions::layers_of_stages does");
   }
   Measured result;
   result.cost.seconds = std::numeric_limits<double>::infinity();

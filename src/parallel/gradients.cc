@@ -2,7 +2,10 @@
 
 #include <ATen/ATen.h>
 
+#include <span>
+
 #include "base/text.h"
+#include "gradient/layer_over_ranks.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/gradient_norm.h"
 #include "parallel/sharded_units.h"
@@ -18,6 +21,38 @@ void check_equal(double examples_times_ranks, double total) {
   throw InvalidArgument(
       "average_gradients: parameters are divided among ranks whose numbers of examples differ: their "
       "gradients are sums over all ranks already, so scale the losses by the examples instead");
+}
+
+// Batch normalizations over as many ranks, whose last backward must have weighed these as the mean does.
+std::vector<std::shared_ptr<gradient::LayerOverRanks>> weighed_layers(const std::vector<Tensor>& parameters,
+                                                                      const Communicator& ranks) {
+  std::vector<std::shared_ptr<gradient::LayerOverRanks>> layers;
+  for (const auto& parameter : parameters) {
+    auto layer = gradient::layer_over_ranks_of(parameter);
+    if (layer != nullptr && layer->group().size() == ranks.size() && layer->trains() && layer->counted())
+      layers.push_back(std::move(layer));
+  }
+  return layers;
+}
+
+// By the equality case of Cauchy's inequality, so that all ranks find the same. A rank whose batch had no examples has
+// no gradient to weigh.
+void add_products(double examples, double counted, std::vector<double>& sums) {
+  const double mine = counted > 0 ? examples : 0;
+  sums.insert(sums.end(), {mine * mine, mine * counted, counted * counted});
+}
+
+void check_proportional(const gradient::LayerOverRanks& layer, double examples, std::span<const double> products) {
+  constexpr double kRounding = 1e-9;
+  const double square = products[1] * products[1], most = products[0] * products[2];
+  if (most - square <= kRounding * most) return;
+  throw InvalidArgument(
+      text("average_gradients: the ranks count for other numbers than in the backward of the batch "
+           "normalization \"",
+           layer.name(), "\" over them: here this rank counts for ", examples, ", and there for ",
+           layer.counted().value_or(0),
+           ". Let each rank's loss be the mean over its examples, and give their number; or give "
+           "a Pipeline's step the same weight on all ranks, and none here"));
 }
 
 }  // namespace
@@ -36,8 +71,12 @@ void average_gradients(const std::vector<Tensor>& parameters, const Communicator
   // The examples, and how many ranks have each gradient.
   std::vector<double> counts{examples};
   for (const auto& parameter : averaged) counts.push_back(parameter.grad().defined() ? 1 : 0);
+  const auto layers = weighed_layers(averaged, ranks);
+  for (const auto& layer : layers) add_products(examples, layer->counted().value_or(0), counts);
   ranks.with_purpose(kCounts).sum(counts);
   const double total = counts[0];
+  for (std::size_t i = 0; i < layers.size(); ++i)
+    check_proportional(*layers[i], examples, std::span(counts).subspan(averaged.size() + 1 + 3 * i, 3));
   std::vector<std::pair<Tensor, Tensor>> sent;  // gradients, and where they lie in host memory
   std::vector<Call> calls;
   for (std::size_t i = 0; i < averaged.size(); ++i) {

@@ -160,6 +160,12 @@ Communicator mesh_of(const Communicator& axis) {
   return whole != nullptr ? axis.with_group(axis.group().with_backend(whole)) : axis;
 }
 
+bool are_of_one_mesh(const Group& a, const Group& b) {
+  const auto first = std::dynamic_pointer_cast<MeshBackend>(a.shared_backend());
+  const auto second = std::dynamic_pointer_cast<MeshBackend>(b.shared_backend());
+  return first != nullptr && second != nullptr && first->groups() == second->groups();
+}
+
 const char* MeshBackend::run(const Call& call, Deadline deadline) {
   return translated(mesh_ranks_, [&] { return inner().run(call, deadline); });
 }

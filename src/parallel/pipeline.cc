@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <map>
 
 #include "base/median.h"
@@ -16,6 +17,7 @@
 #include "parallel/pipeline_run.h"
 #include "parallel/pipeline_timeline.h"
 #include "parallel/sharded_units.h"
+#include "parallel/step_over_ranks.h"
 #include "parallel/tied_parameters.h"
 
 namespace lockstep {
@@ -23,6 +25,8 @@ namespace {
 
 // Steps are slower at first.
 constexpr int kStepsBeforeCosts = 3;
+
+constexpr auto kAll = std::numeric_limits<std::int64_t>::max();  // microbatches
 
 // Ranks that send to each other: where neighbouring stages are on different ranks.
 std::vector<std::pair<int, int>> pairs_of(const PipelineSchedule& schedule) {
@@ -47,10 +51,11 @@ void check_examples(const Tensor& x, const Tensor& target, const Communicator& r
   });
 }
 
-// Trains, and returns the sum on all ranks.
-double sum_of_losses(Pipeline& pipeline, const Communicator& ranks, const Tensor& x, const MicrobatchLoss& loss) {
+// Calls train(loss), and returns the sum on all ranks.
+template <class Train>
+double sum_of_losses(const Train& train, const Communicator& ranks, const MicrobatchLoss& loss) {
   double sum = 0;
-  pipeline.forward_backward(x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
+  train([&](const Tensor& output, std::int64_t first, std::int64_t count) {
     auto of_microbatch = loss(output, first, count);
     if (of_microbatch.numel() == 1) sum += of_microbatch.item<double>();
     return of_microbatch;
@@ -116,17 +121,35 @@ struct Pipeline::State {
     ranks_for_costs = ranks.with_purpose(Purpose("the measured costs of " + name));
   }
 
+  // How a pipeline's stages are called.
+  enum class Called { alone, with_other_ranks, with_layers_over_ranks };
+
   // Links are of one pipeline alone: a rank that is in another one would wait on other links, to no end. So all first
-  // tell what they begin. Returns whether ranks of other pipelines call the stages' modules together with these:
-  // modules may be sharded after they were made. Collective.
-  bool begin(Purpose purpose) const {
+  // tell what they begin, and whether ranks of other pipelines call the stages' modules together with these: modules
+  // may be sharded after they were made. Collective.
+  Called begin(Purpose purpose, const parallel::StepOverRanks::Layers& layers) const {
     for (const auto& each : tied) each.check_not_sharded();
-    double alike = std::any_of(modules.begin(), modules.end(),
-                               [](const auto& each) { return parallel::is_called_with_other_ranks(*each.second); });
-    auto call = Call::all_reduce(buffer_of(std::span(&alike, 1)), ReduceOp::max);
+    const bool with_others = std::any_of(modules.begin(), modules.end(), [](const auto& each) {
+      return parallel::is_called_with_other_ranks(*each.second);
+    });
+    double called = static_cast<double>(!layers.empty() ? Called::with_layers_over_ranks
+                                        : with_others   ? Called::with_other_ranks
+                                                        : Called::alone);
+    auto call = Call::all_reduce(buffer_of(std::span(&called, 1)), ReduceOp::max);
     call.purpose = purpose;
     ranks.group().run(call, ranks.deadline());
-    return alike > 0;
+    return static_cast<Called>(static_cast<int>(called));
+  }
+
+  // Those that train.
+  parallel::StepOverRanks::Layers layers_over_ranks() const {
+    parallel::StepOverRanks::Layers layers;
+    for (const auto& [stage, module] : modules) {
+      for (const auto& layer : gradient::layers_over_ranks(*module)) {
+        if (layer->trains()) layers.push_back(layer);
+      }
+    }
+    return layers;
   }
 
   void split_weights() const {
@@ -137,18 +160,47 @@ struct Pipeline::State {
     }
   }
 
+  struct Batch {
+    const Tensor& x;
+    std::int64_t most_microbatches;
+    std::function<double()> weight = {};  // as StepOverRanks::set_weight; null where there is no backward
+  };
+
+  // Calls act(run, most_microbatches).
   template <class Act>
-  void run(Purpose purpose, const Act& act) {
+  void run(Purpose purpose, const Batch& batch, const Act& act) {
     parallel::mesh_of(ranks).abort_on_error([&] {
       try {
-        parallel::PipelineRun run(schedule, *links, forwards, ranks.rank(), begin(purpose));
-        act(run);
+        const auto layers = layers_over_ranks();
+        const auto called = begin(purpose, layers);
+        auto most = batch.most_microbatches;
+        std::optional<parallel::StepOverRanks> over_ranks;
+        if (called == Called::with_layers_over_ranks) {
+          over_ranks.emplace(layers, ranks, batch.x.dim() > 0 ? batch.x.size(0) : 0);
+          if (batch.weight) over_ranks->set_weight(batch.weight, schedule.rank_of_stage.back());
+          most = std::min(most, over_ranks->most_examples());
+        }
+        parallel::PipelineRun run(schedule, *links, forwards, ranks.rank(), called != Called::alone);
+        act(run, most);
       } catch (const std::exception& error) {
         const std::string why = error.what();
         links->abort(
             text("rank ", ranks.rank(), ": ", why.substr(0, why.find('\n'))));  // LibTorch's have the stack too
         throw;
       }
+    });
+  }
+
+  void train(const Batch& batch, const MicrobatchLoss& loss) {
+    if (!at::GradMode::is_enabled()) throw InvalidArgument("Pipeline: gradients are off; use forward");
+    for (auto& each : tied) each.begin_step();
+    run(stepping, batch, [&](parallel::PipelineRun& run, std::int64_t most_microbatches) {
+      step_began = Deadline::Clock::now();
+      run.train(batch.x, loss, most_microbatches, times);
+    });
+    timed_actions = schedule.actions[static_cast<std::size_t>(ranks.rank())];
+    parallel::mesh_of(ranks).abort_on_error([&] {
+      for (auto& each : tied) each.finish_step();
     });
   }
 
@@ -174,36 +226,45 @@ Pipeline::~Pipeline() = default;
 
 double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& loss) {
   check_examples(x, target, parallel::mesh_of(state_->ranks));
-  return sum_of_losses(*this, state_->ranks_for_losses, x,
+  const auto examples = static_cast<double>(x.size(0));
+  return sum_of_losses([&](const MicrobatchLoss& part) { train_batch(x, part, kAll, [=] { return examples; }); },
+                       state_->ranks_for_losses,
                        [&](const Tensor& output, std::int64_t first, std::int64_t count) {
                          if (first == 0)
                            parallel::check_labels_count_alike("Pipeline::step", target, state_->options.microbatches);
-                         return loss(output, target.narrow(0, first, count)) *
-                                (static_cast<double>(count) / static_cast<double>(x.size(0)));
+                         return loss(output, target.narrow(0, first, count)) * (static_cast<double>(count) / examples);
                        });
 }
 
 double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& sum, const PipelineWeight& weight) {
   check_examples(x, target, parallel::mesh_of(state_->ranks));
   std::optional<double> all;  // the batch's weight, on the last stage's rank
-  return sum_of_losses(*this, state_->ranks_for_losses, x,
+  const auto weight_of_all = [&] {
+    if (!all) all = weight(target);
+    return *all;
+  };
+  return sum_of_losses([&](const MicrobatchLoss& part) { train_batch(x, part, kAll, weight_of_all); },
+                       state_->ranks_for_losses,
                        [&](const Tensor& output, std::int64_t first, std::int64_t count) {
-                         if (!all) all = weight(target);
-                         return sum(output, target.narrow(0, first, count)) / *all;
+                         return sum(output, target.narrow(0, first, count)) / weight_of_all();
                        });
 }
 
-void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches) {
-  if (!at::GradMode::is_enabled()) throw InvalidArgument("Pipeline: gradients are off; use forward");
-  for (auto& each : state_->tied) each.begin_step();
-  state_->run(state_->stepping, [&](parallel::PipelineRun& run) {
-    state_->step_began = Deadline::Clock::now();
-    run.train(x, loss, most_microbatches, state_->times);
-  });
-  state_->timed_actions = state_->schedule.actions[static_cast<std::size_t>(state_->ranks.rank())];
-  parallel::mesh_of(state_->ranks).abort_on_error([&] {
-    for (auto& each : state_->tied) each.finish_step();
-  });
+void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches,
+                                std::optional<double> weight) {
+  const auto given = [&] {
+    if (weight) return *weight;
+    throw InvalidArgument(
+        "Pipeline::forward_backward: a stage has a batch normalization over ranks of other pipelines, whose backward "
+        "depends on what this batch counts for in the mean of their gradients: give `weight`, such as the number of "
+        "its examples, or 1 where losses are scaled so that all count alike");
+  };
+  train_batch(x, loss, most_microbatches, given);
+}
+
+void Pipeline::train_batch(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches,
+                           const std::function<double()>& weight) {
+  state_->train({x, most_microbatches, weight}, loss);
   if (++state_->steps == kStepsBeforeCosts) state_->choose_order(measured_costs());
 }
 
@@ -218,7 +279,8 @@ void Pipeline::regroup() {
 
 Tensor Pipeline::forward(const Tensor& x, std::int64_t most_microbatches) {
   Tensor output;
-  state_->run(state_->predicting, [&](parallel::PipelineRun& run) { output = run.predict(x, most_microbatches); });
+  state_->run(state_->predicting, {x, most_microbatches},
+              [&](parallel::PipelineRun& run, std::int64_t most) { output = run.predict(x, most); });
   // The others get to know its shape first.
   const auto last = state_->schedule.rank_of_stage.back();
   std::vector<std::int64_t> shape;

@@ -14,6 +14,7 @@
 
 #include "base/mutex.h"
 #include "base/text.h"
+#include "gradient/layer_over_ranks.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/dtypes.h"
 #include "parallel/divided_parameter.h"
@@ -127,7 +128,7 @@ bool is_called_with_other_ranks(const torch::nn::Module& module) {
     return is_sharded(parameter) || (partial != nullptr && !partial->make_up_a_whole() && partial->ranks().size() > 1);
   };
   const auto parameters = module.parameters();
-  return std::any_of(parameters.begin(), parameters.end(), is_shared);
+  return std::any_of(parameters.begin(), parameters.end(), is_shared) || gradient::trains_over_ranks(module);
 }
 
 bool any_is_shard(const std::vector<Tensor>& tensors) {

@@ -117,7 +117,7 @@ void add_units(torch::nn::Module& module, const std::vector<std::string>& patter
 bool is_sharded(const Tensor& parameter);
 
 // True where ranks that have other examples must call the module together: its parameters are sharded, or it has
-// experts.
+// experts or, while it trains, layers over several ranks (gradient/layer_over_ranks.h).
 bool is_called_with_other_ranks(const torch::nn::Module& module);
 
 // Whether one of the tensors is a shard, or one of which these ranks have the other parts.

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "gradient/layer_over_ranks.h"
 #include "lockstep/base/error.h"
 #include "parallel/layers_module.h"
 #include "strategy/split.h"
@@ -24,8 +25,11 @@ std::int64_t ModelImpl::next_model_number() {
 
 void ModelImpl::require_own(const char* caller) const {
   if (!as_layer) return;
-  throw InvalidArgument(text(caller, ": this Sequential is a part of the model in which it was nested, which has its ",
-                             "weights: use that model, or make another Sequential"));
+  throw InvalidArgument(text(
+      caller, ": this Sequential is a part of the model in which it was nested, which has its weights: call ", caller,
+      " of that model. For the outputs of this part alone make a model of its layers, nested likewise, as "
+      "Sequential({Layer(Sequential({...}))}), and load what the whole model saved: "
+      "load_weights(path, {.by_name = true})"));
 }
 
 void ModelImpl::build(const Example& sample) {
@@ -133,6 +137,7 @@ void ModelImpl::require_built(const char* caller) const {
 
 void ModelImpl::follow_requires_grad() {
   parameters->follow_first_replica();
+  gradient::require_no_layers_over_ranks(parameters->module(0));
   parameters->require_known_trainable();
   auto now = parameters->describe_frozen();
   if (std::exchange(frozen, now) == now) return;

@@ -12,8 +12,9 @@ class Group;
 // * channels + 1 numbers a layer in forward and two in backward, on a group of their own. All ranks run the same layers
 // in the same order, as often (so not within DistributedDataParallel::join). Gradients are those of the mean that
 // DistributedDataParallel, fully_shard or Horovod's DistributedOptimizer makes of the ranks' losses. With none of them
-// they are those of the mean over all examples. Statistics of 16 bits are computed in float32. Collective; one thread a
-// rank. Throws InvalidArgument where a layer has neither weights nor running statistics. Follows
+// they are those of the mean over all examples; lockstep/parallel/pipeline.h tells those of a Pipeline. Not for modules
+// of a Strategy, whose replicas may have no examples. Statistics of 16 bits are computed in float32. Collective; one
+// thread a rank. Throws InvalidArgument where a layer has neither weights nor running statistics. Follows
 // SyncBatchNorm.convert_sync_batchnorm.
 //
 // torch::nn::BatchNorm refuses a batch with one value per channel before it looks at other ranks; SyncBatchNorm, which

@@ -14,6 +14,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -99,6 +100,13 @@ using MicrobatchLoss = std::function<Tensor(const Tensor& output, std::int64_t f
 
 // One thread a rank. All ranks make the same calls with the same arguments; what throws on one aborts the others. The
 // calls throw what a Group, a stage and the loss throw.
+//
+// Batch normalization is over the examples of a microbatch. convert_sync_batchnorm(stage, mesh["data"].group()) makes
+// that a microbatch of all pipelines along "data": their batches may have other numbers of examples, also none, and all
+// pipelines compute as many microbatches as the one with most examples has. Steps are then collective over the mesh. In
+// backward a batch counts for its examples, or for its PipelineWeight: average the gradients by the same, as
+// average_gradients(pipeline.parameters(), mesh["data"], examples) does. Throws InvalidArgument where the Group is not
+// of the pipeline's mesh, and as SyncBatchNorm where all pipelines together have one value per channel.
 class Pipeline {
  public:
   // Collective. Makes all stages, one after the other, and keeps this rank's, so that initial values are those of the
@@ -131,9 +139,12 @@ class Pipeline {
   // The same with the losses of microbatches as the batch's loss is made of them, such as sums with weights: adds the
   // gradient of their sum. `loss` is called on the last stage's rank alone, for one microbatch after the other.
   // `most_microbatches`: fewer than options.microbatches, for pipelines that must all have as many since parameters are
-  // sharded over them and their batches differ in size.
+  // sharded over them and their batches differ in size. `weight`: what the batch counts for in the mean of gradients
+  // over pipelines; the same on this pipeline's ranks. Throws InvalidArgument where a stage has batch normalization
+  // over several ranks and no weight is given.
   void forward_backward(const Tensor& x, const MicrobatchLoss& loss,
-                        std::int64_t most_microbatches = std::numeric_limits<std::int64_t>::max());
+                        std::int64_t most_microbatches = std::numeric_limits<std::int64_t>::max(),
+                        std::optional<double> weight = {});
 
   // The last stage's output for a batch, on all ranks, without gradients. Call eval() before it.
   Tensor forward(const Tensor& x, std::int64_t most_microbatches = std::numeric_limits<std::int64_t>::max());
@@ -165,6 +176,9 @@ class Pipeline {
   std::vector<PipelineCosts> measured_costs() const;
 
  private:
+  void train_batch(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches,
+                   const std::function<double()>& weight);
+
   struct State;
   const std::unique_ptr<State> state_;
 };
