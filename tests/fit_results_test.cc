@@ -229,6 +229,43 @@ TEST(Frozen, WorkersMustFreezeTheSame) {
   for (const auto& error : errors) expect_says(error, "frozen parameter dense.weight");
 }
 
+TEST(Frozen, ACheckpointSaysWhichWereFrozenAndWhatToDo) {
+  const auto x = waves(20, 3);
+  const auto data = Dataset::from_tensor_slices(x, x.sum(1, true)).batch(5);
+  const auto folder = fresh_folder("fit_results", "frozen").string();
+  const OneDeviceStrategy strategy("cpu:0");
+  const auto scope = strategy.scope();
+  const auto make = [&](bool frozen) {
+    set_random_seed(3);
+    Sequential model({Dense(1)});
+    model.build({3}, at::kDouble);
+    weight_of(model).requires_grad_(!frozen);
+    model.compile({.optimizer = SGD({.learning_rate = 0.01, .momentum = 0.9}), .loss = "mse"});
+    return model;
+  };
+  for (const bool frozen : {true, false}) {
+    auto model = make(frozen);
+    model.fit(data, {.verbose = 0});
+    model.save_checkpoint(folder + (frozen ? "/frozen" : "/trained"));
+  }
+  auto trains = make(false);
+  const auto before = weights_of(trains);
+  const auto says = message_of<InvalidArgument>([&] { trains.load_checkpoint(folder + "/frozen"); });
+  expect_says(says, "no state of the optimizer sgd for dense.weight, which are trained here");
+  expect_says(says, "load_weights");
+  EXPECT_EQ(largest_difference(weights_of(trains), before), 0);
+  trains.load_weights(folder + "/frozen");
+  trains.fit(data, {.verbose = 0});
+
+  // The reverse goes on as a training in which the weight was frozen then.
+  auto expected = make(false), found = make(true);
+  expected.fit(data, {.verbose = 0});
+  weight_of(expected).requires_grad_(false);
+  found.load_checkpoint(folder + "/trained");
+  for (auto* const model : {&expected, &found}) model->train_on_batch({.x = x, .y = x.sum(1, true)});
+  EXPECT_EQ(largest_difference(weights_of(found), weights_of(expected)), 0);
+}
+
 // --- weights of classes
 
 // One-hot labels of positions, and one label of two classes a position.

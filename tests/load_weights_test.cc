@@ -114,5 +114,29 @@ TEST(LoadWeights, ValuesOf16BitsAreConvertedAndOtherDtypesAreRefused) {
   }
 }
 
+TEST(LoadWeights, AnEncodersOutputsAreThoseOfAModelThatTakesItsWeights) {
+  const auto x = at::sin(at::arange(36, at::kFloat)).view({12, 3});
+  const auto data = Dataset::from_tensor_slices(x, x).batch(4);
+  const auto path = (fresh_folder("load_weights", "encoder") / "w").string();
+  const OneDeviceStrategy strategy("cpu:0");
+  const auto scope = strategy.scope();
+  const auto make_encoder = [] { return Sequential({Dense(4, {.activation = "relu"}), Dense(2)}); };
+  auto encoder = make_encoder();
+  Sequential model({Layer(encoder), Layer(Sequential({Dense(3)}))});
+  model.compile({.optimizer = Adam({.learning_rate = 0.05}), .loss = "mse"});
+  model.fit(data, {.epochs = 2, .verbose = 0});
+  expect_says(message_of<InvalidArgument>([&] { encoder.predict(data); }),
+              "call predict of that model. For the outputs of this part alone");
+  model.save_weights(path);
+  Sequential part({Layer(make_encoder())});
+  part.load_weights(path, {.by_name = true});
+  auto values = values_of(model);
+  const auto linear = [&](const Tensor& input, const std::string& layer) {
+    return at::linear(input, values.at("sequential." + layer + ".weight"), values.at("sequential." + layer + ".bias"));
+  };
+  const auto expected = linear(at::relu(linear(x, "dense")), "dense_1");
+  EXPECT_LE((part.predict(data) - expected).abs().max().item<float>(), 1e-6);
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -309,10 +309,6 @@ LoadedCounters load_counters(const Archive& archive, const std::string& prefix, 
 
 }  // namespace
 
-std::string strategy::name_of_state(const StateSpec& state, const std::string& parameter) {
-  return state.name + "/" + parameter;
-}
-
 Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) {
   const auto save = [gradients](Archive& archive, const std::string& prefix) {
     const auto& updater = gradients->updater();
@@ -374,6 +370,7 @@ Trackable ReplicatedOptimizer::trackable() const {
   const auto load = [gradients = impl_, counters, each_state](const Archive& archive,
                                                               const std::string& prefix) -> std::function<void()> {
     const auto change_counters = counters.load(archive, prefix);
+    strategy::check_states(archive, prefix, *gradients);
     std::vector<std::pair<Tensor, Tensor>> copies;  // to, from
     each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
       const auto all = load_slot(archive, name, gradients->parameters(), slot);

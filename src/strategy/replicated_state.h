@@ -22,6 +22,9 @@ Trackable values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Val
 // Under which name, behind a prefix, an archive has a state of a parameter.
 std::string name_of_state(const StateSpec& state, const std::string& parameter);
 
+// Throws InvalidArgument that names the trained parameters of which an archive has no state, as where they were frozen.
+void check_states(const Archive& archive, const std::string& prefix, const GradientPath& gradients);
+
 // Not collective. Of an optimizer: all but the state of its rule.
 Trackable counters_of(const std::shared_ptr<GradientPath>& gradients);
 

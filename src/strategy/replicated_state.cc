@@ -1,0 +1,36 @@
+#include "strategy/replicated_state.h"
+
+#include <vector>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep {
+
+std::string strategy::name_of_state(const StateSpec& state, const std::string& parameter) {
+  return state.name + "/" + parameter;
+}
+
+void strategy::check_states(const Archive& archive, const std::string& prefix, const GradientPath& gradients) {
+  constexpr std::size_t kMostNames = 10;  // that a message lists
+  const auto& rule = gradients.updater().optimizer().rule();
+  const auto states = rule.states();
+  if (states.empty() || gradients.servers() != nullptr) return;  // servers have theirs
+  std::vector<std::string> without;
+  for (const auto& slot : gradients.parameters().slots()) {
+    const auto name = name_of_state(states[0], slot.name);
+    if (slot.trainable && !archive.tensors.contains(prefix.empty() ? name : prefix + "/" + name))
+      without.push_back(slot.name);
+  }
+  if (without.empty()) return;
+  const auto more = without.size() > kMostNames ? without.size() - kMostNames : 0;
+  without.resize(without.size() - more);
+  throw InvalidArgument(
+      text("the checkpoint has no state of the optimizer ", rule.name(), " for ", join(without),
+           more > 0 ? text(" and ", more, " more") : "",
+           ", which are trained here, and were frozen when it was saved. To go on with that training, freeze them "
+           "(requires_grad_(false)), call compile, and load the checkpoint. To train them too, load the weights alone: "
+           "by load_weights, or, of a Checkpoint, the module; the optimizer then begins anew"));
+}
+
+}  // namespace lockstep
