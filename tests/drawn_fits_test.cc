@@ -159,9 +159,9 @@ DrawnResult run_program(std::uint64_t seed) {
 }
 
 // These programs failed once.
-const std::vector<std::uint64_t> kKept = {
-    3,    // with servers, workers kept running statistics in place of those that a callback had loaded
-    282,  // with servers that wait for all workers, a loss that is a sum had the gradient of the first part alone
+const std::vector<KeptSeed> kKept = {
+    {3},    // with servers, workers kept running statistics in place of those that a callback had loaded
+    {282},  // with servers that wait for all workers, a loss that is a sum had the gradient of the first part alone
 };
 
 TEST(DrawnFits, ComputeAndSaveWhatAPlainLoopDoes) { check_drawn_programs(kKept, 15, 0.25, run_program); }

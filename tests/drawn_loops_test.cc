@@ -7,17 +7,15 @@
 #include <lockstep/parallel.h>
 
 #include <cmath>
-#include <thread>
 
 #include "horovod/session.h"
 #include "lockstep/collective/make_group.h"
 #include "tests/drawn_loop.h"
+#include "tests/drawn_ranks.h"
 #include "tests/workers.h"
 
 namespace lockstep {
 namespace {
-
-constexpr double kDeadline = 10;  // seconds
 
 // One rank's view of a loop.
 struct RankLoop {
@@ -82,7 +80,7 @@ Values run_ddp(const DrawnLoop& loop, const Group& group, const DrawnData& data)
   std::optional<DistributedDataParallel<DrawnNetImpl>> ddp;
   const auto wrap = [&] {
     ddp.reset();
-    ddp.emplace(net, Communicator(group, kDeadline),
+    ddp.emplace(net, Communicator(group, kDrawnTimeoutSeconds),
                 DistributedDataParallelOptions{.weigh_by_examples = loop.by_examples});
   };
   wrap();
@@ -133,7 +131,7 @@ Values run_ddp(const DrawnLoop& loop, const Group& group, const DrawnData& data)
 Values run_fully_sharded(const DrawnLoop& loop, const Group& group, const DrawnData& data) {
   DrawnNet net(loop.net);
   convert_sync_batchnorm(*net, group);
-  auto sharded = fully_shard(net, Communicator(group, kDeadline), {.units = {"block0"}});
+  auto sharded = fully_shard(net, Communicator(group, kDrawnTimeoutSeconds), {.units = {"block0"}});
   const auto optimizer = make_optimizer(loop, sharded.parameters());
   run_loop(loop, group.rank(), *net, data,
            {.forward = [&](const at::Tensor& x) { return sharded(x); },
@@ -149,7 +147,7 @@ Values run_fully_sharded(const DrawnLoop& loop, const Group& group, const DrawnD
 Values run_horovod(const DrawnLoop& loop, const Group& group, const DrawnData& data) {
   const World world{.rank = group.rank(), .size = group.size(), .local_rank = group.rank(), .local_size = group.size()};
   const horovod::Session::Use use(
-      std::make_shared<horovod::Session>(horovod::Session::Position{world}, Communicator(group, kDeadline)));
+      std::make_shared<horovod::Session>(horovod::Session::Position{world}, Communicator(group, kDrawnTimeoutSeconds)));
   DrawnNet net(loop.net);
   convert_sync_batchnorm(*net, group);
   horovod::broadcast_parameters(*net, 0);
@@ -191,72 +189,50 @@ Values run_strategy(const DrawnLoop& loop, const Strategy& strategy, const Drawn
   return values_of(*net[0]);
 }
 
-struct RankEnd {
-  Values values;
-  std::string refused, failed;
-};
+using LoopEnd = Ended<Values>;
 
-// Runs the ranks as threads. A lockstep::Error is a refusal, but for a deadline that ran out.
-std::vector<RankEnd> run_on_ranks(const DrawnLoop& loop, const std::function<Values(const Group&)>& body) {
-  const auto groups = make_thread_groups(loop.ranks);
-  std::vector<RankEnd> ends(groups.size());
-  std::vector<std::jthread> threads;
-  for (std::size_t rank = 0; rank < groups.size(); ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        ends[rank].values = body(groups[rank]);
-        groups[rank].barrier(Deadline::after(std::chrono::duration<double>(kDeadline)));
-      } catch (const DeadlineExceeded& error) {
-        ends[rank].failed = error.what();
-        groups[rank].abort(error.what());
-      } catch (const Error& error) {
-        ends[rank].refused = error.what();
-        groups[rank].abort(error.what());
-      } catch (const std::exception& error) {
-        ends[rank].failed = error.what();
-        groups[rank].abort(error.what());
-      }
-    });
+// [replica or worker]: what each throws, if it does.
+LoopEnd ended_by(const std::vector<std::string>& errors, std::vector<Values> values) {
+  LoopEnd end{std::move(values)};
+  for (const auto& error : errors) {
+    if (!error.empty() && !end.refused) end.refused = error;
   }
-  threads.clear();
-  return ends;
+  return end;
 }
 
-std::vector<RankEnd> run_many(const DrawnLoop& loop, const DrawnData& data) {
+LoopEnd run_many(const DrawnLoop& loop, const DrawnData& data) {
+  const auto on_ranks = [&](const auto& run) {
+    return on_drawn_ranks(loop.ranks, false, [&](const Group& group) { return run(loop, group, data); });
+  };
   switch (loop.way) {
-    case Way::fully_shard:
-      return run_on_ranks(loop, [&](const Group& group) { return run_fully_sharded(loop, group, data); });
-    case Way::horovod: return run_on_ranks(loop, [&](const Group& group) { return run_horovod(loop, group, data); });
+    case Way::fully_shard: return on_ranks(run_fully_sharded);
+    case Way::horovod: return on_ranks(run_horovod);
     case Way::replicas: {
-      RankEnd end;
+      std::vector<Values> values(1);
+      std::string error;
       try {
-        end.values = run_strategy(loop, MirroredStrategy(loop.ranks), data);
-      } catch (const Error& error) {
-        end.refused = error.what();
+        values[0] = run_strategy(loop, MirroredStrategy(loop.ranks), data);
+      } catch (const Error& refused) {
+        error = refused.what();
       }
-      return {end};
+      return ended_by({error}, std::move(values));
     }
     case Way::workers: {
-      std::vector<RankEnd> ends(static_cast<std::size_t>(loop.ranks));
+      std::vector<Values> values(static_cast<std::size_t>(loop.ranks));
       const auto errors = run_workers({.workers = loop.ranks}, [&](const auto& strategy) {
-        ends[static_cast<std::size_t>(strategy.worker_rank())].values = run_strategy(loop, strategy, data);
+        values[static_cast<std::size_t>(strategy.worker_rank())] = run_strategy(loop, strategy, data);
       });
-      for (std::size_t rank = 0; rank < ends.size(); ++rank) ends[rank].refused = errors[rank];
-      return ends;
+      return ended_by(errors, std::move(values));
     }
-    default: return run_on_ranks(loop, [&](const Group& group) { return run_ddp(loop, group, data); });
+    default: return on_ranks(run_ddp);
   }
 }
 
 DrawnResult run_program(std::uint64_t seed) {
   const auto loop = draw_loop(seed);
-  DrawnResult result{loop.text()};
   const auto data = make_drawn_data(loop.net, loop.all_examples(), seed);
-  auto ends = run_many(loop, data);
-  for (std::size_t rank = 0; rank < ends.size(); ++rank) {
-    if (!ends[rank].failed.empty()) result.wrong += text("rank ", rank, ": ", ends[rank].failed, "\n");
-    if (!ends[rank].refused.empty() && !result.refused) result.refused = ends[rank].refused;
-  }
+  const auto ended = run_many(loop, data);
+  DrawnResult result{loop.text(), ended.refused, ended.wrong, loop.odd != Odd::nothing};
   if (result.refused || !result.wrong.empty()) return result;
   if (loop.odd != Odd::nothing) {
     result.wrong = "one rank made other calls, and nothing was said";
@@ -279,9 +255,9 @@ DrawnResult run_program(std::uint64_t seed) {
     DrawnNet net(loop.net);
     in_16_bits.push_back(train_plainly(loop, net, order == 0 ? data : reordered(loop, data, order)));
   }
-  for (std::size_t rank = 0; rank < ends.size(); ++rank) {
+  for (std::size_t rank = 0; rank < ended.values.size(); ++rank) {
     if (rank > 0 && loop.way == Way::fully_shard) continue;  // rank 0 has gathered them
-    const auto wrong = differences(ends[rank].values, values, in_16_bits);
+    const auto wrong = differences(ended.values[rank], values, in_16_bits);
     if (!wrong.empty()) result.wrong += text("rank ", rank, ": ", wrong, "\n");
   }
   return result;

@@ -1,7 +1,6 @@
 // fit with ModelParallelStrategy, drawn by seeds: each computes what a plain loop of LibTorch in one process does, or
 // throws on every rank.
-#include "drawn_mesh_loop.h"
-#include "drawn_ranks.h"
+#include "drawn_mesh_run.h"
 #include "meshes.h"
 
 namespace lockstep {
@@ -106,12 +105,17 @@ DrawnData data_of(const MeshFitProgram& program) {
   return data;
 }
 
-// The weights, "loss" of each epoch, of evaluation at the end, and the outputs.
-Values fit_plainly(const MeshFitProgram& program) {
+struct PlainFit {
+  Values results;  // "loss" of each epoch, of evaluation at the end, and the outputs
+  Values weights;
+};
+
+PlainFit fit_plainly(const MeshFitProgram& program) {
   const auto data = data_of(program);
   MeshNet net(program.loop.net, 0, program.loop.net.count());
   KerasUpdates updates(program, trained_of(net->parameters()));
-  Values values;
+  PlainFit fit;
+  auto& values = fit.results;
   for (int epoch = 0; epoch < program.epochs; ++epoch) {
     double sum = 0;
     for (std::int64_t begin = 0; begin < program.examples; begin += program.batch) {
@@ -127,8 +131,8 @@ Values fit_plainly(const MeshFitProgram& program) {
   const at::NoGradGuard no_grad;
   values["output"] = net(data.x);
   values["loss"] = drawn_loss(values["output"], data.y);
-  for (const auto& [name, value] : values_of(*net)) values[name] = value;
-  return values;
+  fit.weights = values_of(*net);
+  return fit;
 }
 
 // --- on a mesh
@@ -187,6 +191,19 @@ Model make_model(const MeshFitProgram& program, const DeviceMesh& mesh) {
   return model;
 }
 
+// Tied parameters under all their names.
+void add_weights(Values& values, const Model& model) {
+  const auto whole = whole_weights(model);
+  const auto& parameters = unwrap(model.module());
+  for (const auto& slot : parameters.slots()) {
+    values[slot.name] = whole.at(slot.name).to(at::kDouble);
+    for (const auto& alias : slot.aliases) values[alias] = values[slot.name];
+  }
+  for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i)
+    values[parameters.buffer_names()[i]] =
+        parameters.buffer(0, i).to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
+}
+
 Values fit_on_rank(const MeshFitProgram& program, const DeviceMesh& mesh) {
   const ModelParallelStrategy strategy(mesh, options_of(program));
   const auto scope = strategy.scope();
@@ -199,66 +216,48 @@ Values fit_on_rank(const MeshFitProgram& program, const DeviceMesh& mesh) {
     values[text("loss ", i)] = at::scalar_tensor(history.at("loss")[i], at::kDouble);
   values["output"] = model.predict(batches).to(at::kDouble);
   values["loss"] = at::scalar_tensor(model.evaluate(batches, {.verbose = 0})["loss"], at::kDouble);
-  for (const auto& [name, value] : whole_weights(model)) values[name] = value.to(at::kDouble);
+  add_weights(values, model);
   mesh.ranks().check_all_agree("ends of a drawn program", "");  // a rank hears of what another one threw
   return values;
 }
 
+// What this rank should have found: all results, and the weights that it has.
+Values expected_of(const MeshFitProgram& program, const PlainFit& fit, const Values& found) {
+  auto expected = fit.results;
+  for (const auto& [name, value] : found) {
+    const bool tied = name.ends_with(".head.weight") && program.of_layers() && program.loop.net.tie != Tie::none;
+    const auto one = fit.weights.find(tied ? "0.token.weight" : name);
+    if (one != fit.weights.end()) expected[name] = one->second;
+  }
+  return expected;
+}
+
 DrawnResult run_mesh_fit(std::uint64_t seed) {
   const auto program = draw_mesh_fit(seed);
-  DrawnResult result{.program = program.text()};
-  std::optional<Values> exact;
+  std::optional<PlainFit> exact;
   std::string refused_by_libtorch;
   try {
     exact = fit_plainly(program);
   } catch (const c10::Error& error) {
     refused_by_libtorch = error.what_without_backtrace();
   }
-  std::vector<std::string> wrong(static_cast<std::size_t>(program.loop.ranks()));
-  const auto ended = on_drawn_ranks(program.loop.ranks(), program.loop.is_wrong(), [&](const Group& group) {
-    const DeviceMesh mesh(program.loop.axes, {group, 10});
-    mesh.ranks().group().barrier(mesh.ranks().deadline());  // before it none hears of what another one throws
-    Values found;
-    mesh.ranks().abort_on_error([&] { found = fit_on_rank(program, mesh); });
-    auto& says = wrong[static_cast<std::size_t>(group.rank())];
-    if (!exact) {
-      says = "was computed, where LibTorch says: " + refused_by_libtorch;
-      return;
-    }
-    Values expected;
-    for (const auto& [name, value] : found) {
-      const bool tied = name.ends_with(".head.weight") && program.of_layers() && program.loop.net.tie != Tie::none;
-      const auto one = exact->find(tied ? "0.token.weight" : name);
-      if (one != exact->end()) expected[name] = one->second;
-    }
-    says = differences(found, expected);
+  const auto weights = exact ? exact->weights : Values();
+  return run_on_drawn_mesh(program.loop, program.text(), weights, refused_by_libtorch, [&](const DeviceMesh& mesh) {
+    MeshRankEnd end{fit_on_rank(program, mesh), {}};
+    if (exact) end.exact = expected_of(program, *exact, end.found);
+    return end;
   });
-  result.refused = ended.refused;
-  result.wrong = ended.wrong;
-  for (std::size_t i = 0; i < wrong.size() && !ended.refused && result.wrong.empty(); ++i) {
-    if (!wrong[i].empty()) result.wrong = text("rank ", i, ": ", wrong[i]);
-  }
-  return result;
 }
 
 // Failed once, and run always.
-const std::vector<std::uint64_t> kKeptFits{
-    17,  // experts were measured on one rank, which waited for the others
-    39,  // in stages, a rank without examples computed the loss of two for each microbatch
+const std::vector<KeptSeed> kKeptFits{
+    {17},  // experts were measured on one rank, which waited for the others
+    {39},  // in stages, a rank without examples computed the loss of two for each microbatch
 };
 
 TEST(DrawnMeshes, FitsComputeAsOneProcessOrAreRefused) {
   at::set_num_threads(1);
-  std::map<std::string, int> due;  // refusals of what is wrong on purpose
-  check_drawn_programs(kKeptFits, 4, 1.0 / 3, [&](std::uint64_t seed) {
-    auto result = run_mesh_fit(seed);
-    if (result.refused && draw_mesh_fit(seed).loop.is_wrong()) {
-      ++due[result.refused->substr(0, 120)];
-      result.refused.reset();
-    }
-    return result;
-  });
-  for (const auto& [why, count] : due) std::cout << "  wrong on purpose: " << count << " x " << why << "\n";
+  check_drawn_programs(kKeptFits, 4, 1.0 / 3, run_mesh_fit);
 }
 
 }  // namespace

@@ -57,6 +57,9 @@ struct MeshLoop {
     const auto tensor = at_least_1("tensor");
     return plan.wrong || negative_id || net.width % tensor != 0 || net.heads % tensor != 0;
   }
+  bool has_norm() const {
+    return std::find(net.layers.begin(), net.layers.end(), Kind::batch_norm) != net.layers.end();
+  }
   bool in_16_bits() const { return net.dtype != at::kDouble && net.dtype != at::kFloat; }
 
   std::string text() const {
@@ -170,6 +173,16 @@ inline void draw_schedule_of(Draw& draw, MeshLoop& loop) {
   if (std::string(choice.name) == "interleaved") loop.microbatches = loop.size("pipeline") * draw.between(1, 2);
 }
 
+// A layer of stages becomes a batch normalization. By draws of its own, so that what seeds drew before stays.
+inline void draw_norm_of_stages(std::uint64_t seed, MeshLoop& loop) {
+  Draw draw(seed + 2'000'000);
+  const bool others = loop.has("shard") || loop.has("context") || loop.has("expert") || loop.plan.divided_sequence;
+  if (!loop.has("pipeline") || others || loop.in_16_bits() || !draw.chance(30)) return;
+  const int i = draw.between(0, static_cast<int>(loop.net.layers.size()) - 1);
+  loop.net.layers[static_cast<std::size_t>(i)] = Kind::batch_norm;
+  std::erase_if(loop.plan.plan, [&](const auto& entry) { return entry.first.starts_with(text(i + 1, ".")); });
+}
+
 inline MeshLoop draw_mesh_loop(std::uint64_t seed) {
   Draw draw(seed);
   MeshLoop loop{.axes = draw_axes(draw)};
@@ -186,9 +199,8 @@ inline MeshLoop draw_mesh_loop(std::uint64_t seed) {
       if (draw.chance(60)) loop.sharding.units.push_back(std::to_string(i + 1));
     }
   }
-  const bool has_norm = std::find(net.layers.begin(), net.layers.end(), Kind::batch_norm) != net.layers.end();
   loop.ddp = loop.has("data") && !loop.has("shard") && !loop.has("pipeline") && !loop.has("expert") && draw.chance(30);
-  loop.scaled = !loop.ddp && !loop.has("shard") && !has_norm && draw.chance(loop.has("expert") ? 80 : 30);
+  loop.scaled = !loop.ddp && !loop.has("shard") && !loop.has_norm() && draw.chance(loop.has("expert") ? 80 : 30);
   if (loop.has("shard") && loop.has("pipeline")) loop.scaled = true;
   loop.adamw = is_exact && draw.chance(50);
   if (draw.chance(40)) loop.max_norm = draw.one_of({0.05, 0.5, 1e9});
@@ -208,6 +220,7 @@ inline MeshLoop draw_mesh_loop(std::uint64_t seed) {
     step.second_backward_first = step.both_forwards_first && draw.chance(50);
     loop.steps.push_back(std::move(step));
   }
+  draw_norm_of_stages(seed, loop);
   return loop;
 }
 

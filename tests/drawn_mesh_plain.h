@@ -59,7 +59,13 @@ class PlainLoop {
       const auto& batches = step.batches;
       if (step.evaluates) evaluate(batches[0]);
       optimizer->zero_grad(step.set_to_none);
-      if (step.extra_forward) forward(batches[0]);
+      if (step.extra_forward) {
+        if (loop_.has("pipeline")) {
+          evaluate(batches[0]);
+        } else {
+          forward(batches[0]);
+        }
+      }
       std::vector<at::Tensor> losses;
       for (const auto& batch : batches) losses.push_back(loss_of(batch));
       for (const auto& loss : losses) loss.backward();
@@ -81,10 +87,29 @@ class PlainLoop {
   at::Tensor forward(const MeshBatch& batch) {
     auto x = data_of(loop_, batch).x;
     if (x.is_floating_point()) x = x.to(net_->parameters()[0].scalar_type());
-    const auto y = net_(x);
+    const auto y = loop_.has("pipeline") && loop_.has_norm() ? in_microbatches(x, batch) : net_(x);
     plain_.outputs.push_back(y.detach());
     plain_.penalties.push_back(0);
     return y;
+  }
+
+  // Each is of all pipelines: what batch normalization in stages sees.
+  at::Tensor in_microbatches(const at::Tensor& x, const MeshBatch& batch) {
+    std::int64_t most = 0;
+    for (std::size_t row = 1; row < batch.begins.size(); ++row)
+      most = std::max(most, batch.begins[row] - batch.begins[row - 1]);
+    const auto count = std::min<std::int64_t>(loop_.microbatches, most);
+    std::vector<at::Tensor> rows, outputs;
+    for (std::int64_t i = 0; i < count; ++i) {
+      std::vector<at::Tensor> parts;
+      for (std::size_t row = 1; row < batch.begins.size(); ++row) {
+        const auto all = at::arange(batch.begins[row - 1], batch.begins[row], at::kLong);
+        parts.push_back(all.tensor_split(count)[static_cast<std::size_t>(i)]);
+      }
+      rows.push_back(at::cat(parts));
+      outputs.push_back(net_(x.index_select(0, rows.back())));
+    }
+    return at::cat(outputs).index_select(0, at::cat(rows).argsort());
   }
 
   void evaluate(const MeshBatch& batch) {

@@ -9,8 +9,6 @@
 
 namespace lockstep {
 
-constexpr double kTimeoutSeconds = 10;
-
 // Trains, step by step, a rank's parts of a net on its parts of batches.
 class MeshRank {
  public:
@@ -101,8 +99,7 @@ class MeshRank {
     net_ = MeshNet(loop_.net, 0, loop_.net.count(), &experts());
     divide(net_, 0, loop_.net.count());
     if (loop_.has("data") && !loop_.has("shard")) {
-      if (std::find(loop_.net.layers.begin(), loop_.net.layers.end(), Kind::batch_norm) != loop_.net.layers.end())
-        convert_sync_batchnorm(*net_, mesh_["data"].group());
+      if (loop_.has_norm()) convert_sync_batchnorm(*net_, mesh_["data"].group());
     }
     if (loop_.ddp) ddp_.emplace(net_.ptr(), mesh_["data"]);
     if (loop_.has("shard")) {
@@ -120,6 +117,7 @@ class MeshRank {
       all.emplace_back([this, begin, end] {
         MeshNet net(loop_.net, begin, end, &experts());
         divide(net, begin, end);
+        if (loop_.has("data") && loop_.has_norm()) convert_sync_batchnorm(*net, mesh_["data"].group());
         return net;
       });
     }
@@ -270,17 +268,18 @@ class MeshRank {
     }
   }
 
+  // All names of each parameter: layers may be registered twice, and weights tied.
   void add_weights() {
     std::map<std::string, Division> divisions;
+    std::map<const at::TensorImpl*, std::vector<std::string>> names;
     const auto add_module = [&](const torch::nn::Module& module) {
       for (const auto& each : module.named_parameters()) {
-        const auto division = parallel::division_of(each.value());
-        divisions[each.key()] = division;
+        divisions[each.key()] = parallel::division_of(each.value());
+        names[each.value().unsafeGetTensorImpl()].push_back(each.key());
         if (shards() == nullptr) found_[each.key()] = full_tensor(each.value()).to(at::kDouble);
       }
-      for (const auto& each : module.named_buffers()) {
-        if (each.value().is_floating_point()) found_[each.key()] = each.value().to(at::kDouble).clone();
-      }
+      for (const auto& each : module.named_buffers())
+        found_[each.key()] = each.value().to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
     };
     if (pipeline_) {
       for (const auto& [stage, module] : pipeline_->modules()) add_module(*module);
@@ -290,8 +289,13 @@ class MeshRank {
     const auto gathered = shards() == nullptr ? std::map<std::string, Tensor>() : shards()->gather();
     for (const auto& [name, value] : gathered) {
       const auto plain = stage_shards_ ? name.substr(name.find('.') + 1) : name;
-      found_[plain] = value.to(at::kDouble);
-      found_names_[plain] = divisions.at(plain);
+      for (const auto& [parameter, all] : names) {
+        if (std::find(all.begin(), all.end(), plain) == all.end()) continue;
+        for (const auto& each : all) {
+          found_[each] = value.to(at::kDouble);
+          found_names_[each] = divisions.at(each);
+        }
+      }
     }
     for (const auto& [name, value] : found_) {
       if (!name.starts_with("output ") && !name.starts_with("loss ")) found_names_.emplace(name, nullptr);

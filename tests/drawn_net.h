@@ -213,13 +213,11 @@ inline at::Tensor drawn_loss(const at::Tensor& logits, const at::Tensor& y) {
 
 using Values = std::map<std::string, at::Tensor>;
 
-// Copies of the parameters and floating buffers, in double precision.
+// Copies of the parameters and buffers, in double precision.
 inline Values values_of(const torch::nn::Module& module) {
   Values values;
   const auto add = [&](const auto& all) {
-    for (const auto& each : all) {
-      if (each.value().is_floating_point()) values[each.key()] = each.value().detach().to(at::kDouble).clone();
-    }
+    for (const auto& each : all) values[each.key()] = each.value().detach().to(at::kDouble).clone();
   };
   add(module.named_parameters());
   add(module.named_buffers());
@@ -230,7 +228,9 @@ inline Values values_of(const torch::nn::Module& module) {
 // which LibTorch computed in them, or the distance of two neighbours there. Else says what differs most.
 inline std::string differences(const Values& found, const Values& exact, const std::vector<Values>& plain = {},
                                at::ScalarType dtype = at::kBFloat16) {
-  if (found.size() != exact.size()) return text(found.size(), " values for ", exact.size());
+  for (const auto& [name, value] : exact) {
+    if (!found.contains(name)) return text("has no ", name);
+  }
   double allowed = 1e-9;
   for (const auto& values : plain) {
     for (const auto& [name, value] : values) {
@@ -259,34 +259,78 @@ struct DrawnResult {
   std::string program;
   std::optional<std::string> refused = {};
   std::string wrong = {};
+  bool is_wrong_on_purpose = false;  // so that a refusal is due
 };
 
-// Runs the programs of `kept`, which failed once, and LOCKSTEP_PROGRAMS others (`usually`, where the variable is not
-// set); or that of LOCKSTEP_SEED alone. Fails where one computes something else, and where more than `most_refused` of
-// them are refused.
-inline void check_drawn_programs(const std::vector<std::uint64_t>& kept, int usually, double most_refused,
+// A seed whose program failed once, and how the program ends since. A refusal in the place of a right result, which
+// would hide that a mend was lost, fails the test, and so does the reverse.
+struct KeptSeed {
+  enum class Ends { trained, refused };
+  std::uint64_t seed = 0;
+  Ends ends = Ends::trained;
+};
+
+class DrawnResults {
+ public:
+  void add(const DrawnResult& result) {
+    if (!result.refused) return;
+    const auto why = result.refused->substr(0, 120);
+    ++(result.is_wrong_on_purpose ? due_ : refused_)[why];
+  }
+  static int sum_of(const std::map<std::string, int>& refusals) {
+    int sum = 0;
+    for (const auto& [why, count] : refusals) sum += count;
+    return sum;
+  }
+  int refused() const { return sum_of(refused_); }
+  void print(std::size_t programs) const {
+    std::cout << "  " << programs << " programs: " << refused() << " refused, and " << sum_of(due_)
+              << " that are wrong on purpose\n";
+    for (const auto& [why, count] : refused_) std::cout << "  " << count << " x " << why << "\n";
+    for (const auto& [why, count] : due_) std::cout << "  wrong on purpose: " << count << " x " << why << "\n";
+  }
+
+ private:
+  std::map<std::string, int> refused_, due_;
+};
+
+// Runs the programs of `kept`, and LOCKSTEP_PROGRAMS others (`usually`, where the variable is not set), from
+// LOCKSTEP_FIRST_SEED (1) on; or that of LOCKSTEP_SEED alone. Fails where one computes something else, where a kept one
+// ends otherwise, and where more than `most_refused` of all are refused that are not wrong on purpose.
+inline void check_drawn_programs(const std::vector<KeptSeed>& kept, int usually, double most_refused,
                                  const std::function<DrawnResult(std::uint64_t)>& run) {
-  auto seeds = kept;
-  const char* const programs = std::getenv("LOCKSTEP_PROGRAMS");
-  const int drawn = programs == nullptr ? usually : std::atoi(programs);
-  for (int i = 1; i <= drawn; ++i) seeds.push_back(static_cast<std::uint64_t>(i));
-  if (const char* const seed = std::getenv("LOCKSTEP_SEED")) seeds = {std::strtoull(seed, nullptr, 10)};
-  std::map<std::string, int> refusals;
-  int refused = 0;
+  const auto number_in = [](const char* variable, std::uint64_t otherwise) {
+    const char* const given = std::getenv(variable);
+    return given == nullptr ? otherwise : std::strtoull(given, nullptr, 10);
+  };
+  std::map<std::uint64_t, KeptSeed::Ends> expected;
+  std::vector<std::uint64_t> seeds;
+  for (const auto& each : kept) {
+    expected[each.seed] = each.ends;
+    seeds.push_back(each.seed);
+  }
+  const auto first = number_in("LOCKSTEP_FIRST_SEED", 1);
+  for (auto i = first; i < first + number_in("LOCKSTEP_PROGRAMS", static_cast<std::uint64_t>(usually)); ++i)
+    seeds.push_back(i);
+  if (std::getenv("LOCKSTEP_SEED") != nullptr) seeds = {number_in("LOCKSTEP_SEED", 0)};
+  DrawnResults results;
   for (const auto seed : seeds) {
     const auto result = run(seed);
     EXPECT_EQ(result.wrong, "") << "LOCKSTEP_SEED=" << seed << ": " << result.program;
     if (seeds.size() == 1) std::cout << "  " << result.program << "\n";
-    if (!result.refused) continue;
-    if (std::getenv("LOCKSTEP_SHOW_REFUSED") != nullptr) std::cout << seed << ": " << *result.refused << "\n";
-    ++refused;
-    ++refusals[result.refused->substr(0, 120)];
+    if (result.refused && std::getenv("LOCKSTEP_SHOW_REFUSED") != nullptr)
+      std::cout << seed << ": " << *result.refused << "\n";
+    if (const auto known = expected.find(seed); known != expected.end()) {
+      EXPECT_EQ(result.refused.has_value(), known->second == KeptSeed::Ends::refused)
+          << "LOCKSTEP_SEED=" << seed << ", which is kept, ends otherwise: " << result.refused.value_or("trained")
+          << "\n"
+          << result.program;
+    }
+    results.add(result);
   }
-  std::cout << "  " << seeds.size() - static_cast<std::size_t>(refused) << " programs computed, " << refused
-            << " refused\n";
-  for (const auto& [why, count] : refusals) std::cout << "  " << count << " x " << why << "\n";
+  results.print(seeds.size());
   if (seeds.size() > 10) {
-    EXPECT_LE(refused, most_refused * static_cast<double>(seeds.size()));
+    EXPECT_LE(results.refused(), most_refused * static_cast<double>(seeds.size()));
   }
 }
 
