@@ -88,8 +88,16 @@ struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
     } catch (...) {
       unknown = std::current_exception();
     }
-    const auto sum = summed(gradients[0] * weight, layer->group(), layer->backward);  // for which the others wait
+    // The others wait for this rank's gradients; the last number tells them that it has none.
+    const auto has_none = at::full({1}, unknown ? 1.0 : 0.0, gradients[0].options());
+    const auto all = summed(at::cat({gradients[0] * weight, has_none}), layer->group(), layer->backward);
     if (unknown) std::rethrow_exception(unknown);
+    if (all[-1].item<double>() > 0) {
+      throw InvalidArgument(text(layer->backward.words(),
+                                 ": another rank does not know the number of its examples in this "
+                                 "backward"));
+    }
+    const auto sum = all.narrow(0, 0, all.numel() - 1);
     return {weight > 0 ? sum / weight : at::zeros_like(sum), Tensor(), Tensor()};
   }
 };
