@@ -87,6 +87,34 @@ TEST(WorkersDiffer, InTheirDataAndBatchSizes) {
                  "first batch's contents (hash; set_random_seed makes shuffles equal)");
 }
 
+TEST(WorkersDiffer, InWhatTheyCompiled) {
+  const auto fit = [](const std::function<CompileOptions(int worker)>& options, at::ScalarType labels = at::kLong) {
+    return run_workers({}, [&](const MultiWorkerMirroredStrategy& strategy) {
+      const auto scope = strategy.scope();
+      Model model([] { return torch::nn::Linear(6, 4); });
+      model.compile(options(strategy.worker_rank()));
+      const auto y = at::arange(12).fmod(4).to(strategy.worker_rank() == 1 ? labels : at::kLong);
+      model.fit(Dataset::from_tensor_slices(at::ones({12, 6}), y).batch(4), {.verbose = 0});
+    });
+  };
+  const auto sparse = [](Reduction reduction) { return SparseCategoricalCrossentropy({.reduction = reduction}); };
+  const auto mean = Reduction::sum_over_batch_size;
+  expect_all_say(fit([&](int worker) {
+                   return CompileOptions{.optimizer = SGD(), .loss = sparse(worker == 1 ? Reduction::sum : mean)};
+                 }),
+                 "reduction of the loss");
+  expect_all_say(fit([&](int worker) {
+                   return CompileOptions{
+                       .optimizer = SGD(),
+                       .loss = sparse(mean),
+                       .metrics = worker == 1 ? std::vector<Metric>{} : std::vector<Metric>{"accuracy"}};
+                 }),
+                 "metrics accuracy, worker 1 has metrics none");
+  expect_all_say(
+      fit([&](int) { return CompileOptions{.optimizer = SGD(), .loss = sparse(mean)}; }, at::kInt),
+      "dtypes of the first batch's x and y Float, Long, worker 1 has dtypes of the first batch's x and y Float, Int");
+}
+
 // Without metrics, evaluating would add up as many numbers as the workers' agreement on whether to go on. This metric
 // adds three.
 struct ExamplesSeen final : MetricFunction {

@@ -87,7 +87,7 @@ class AssignedSteps final : public StepSource {
     find_position();
     impl_.progress.batch_size = batch_size_;
     coordinator_.begin(impl_.call, client.model(), impl_.servers()->mode(),
-                       text(describe_fit(data_, options_, impl_.replicas()), "\n", impl_.parameters->describe_frozen()),
+                       text(describe_fit(impl_, data_, options_, impl_.replicas()), "\n", impl_.parameters->describe_frozen()),
                        print_local_state(impl_), impl_.progress.uncounted);
   }
 

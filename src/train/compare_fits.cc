@@ -28,10 +28,10 @@ std::string shared_callbacks(const FitOptions& options) {
 void compare_fits(const ModelImpl& impl, const Dataset& data, const FitOptions& options) {
   if (impl.gradients->own_data()) {
     impl.peers().check_all_agree(
-        "fits", text("epochs ", options.epochs, "\ninitial_epoch ", options.initial_epoch, "\nsteps_per_epoch ",
+        "fits", text(describe_compiled(impl), "\nepochs ", options.epochs, "\ninitial_epoch ", options.initial_epoch, "\nsteps_per_epoch ",
                      options.steps_per_epoch, "\n", impl.parameters->describe_frozen()));
   } else if (impl.peers().size() > 1) {
-    impl.peers().check_all_agree("fits", text(describe_fit(data, options, impl.replicas()), "\n",
+    impl.peers().check_all_agree("fits", text(describe_fit(impl, data, options, impl.replicas()), "\n",
                                               impl.parameters->is_split() ? "" : impl.parameters->describe_frozen()));
     const bool trains = options.epochs > options.initial_epoch;
     if (trains && !strategy::first_element(data, impl.replicas()).x.defined())  // nor is there one on any other
@@ -63,7 +63,7 @@ std::string describe_member(const ModelImpl& impl, const Dataset& data, const Fi
   if (!strategy.is_elastic()) return {};
   return text(strategy.describe(), "\n", impl.parameters->describe_whole(), "optimizer ",
               optimizer::describe(impl.gradients->updater().optimizer()), "\n",
-              describe_fit(data, options, impl.replicas()), "\n", shared_callbacks(options));
+              describe_fit(impl, data, options, impl.replicas()), "\n", shared_callbacks(options));
 }
 
 void warn_of_copies(const ModelImpl& impl) {

@@ -113,16 +113,32 @@ void require_validation_data(const std::optional<Dataset>& kept, const FitOption
   throw InvalidArgument("fit: validation_data is empty; it must have at least one batch");
 }
 
-std::string describe_fit(const Dataset& data, const FitOptions& options, const internal::LocalReplicas& replicas) {
+std::string describe_compiled(const ModelImpl& model) {
+  const auto names = [](const std::vector<Metric>& metrics) {
+    std::vector<std::string> all;
+    for (const auto& metric : metrics) all.push_back(metric.name());
+    return all.empty() ? "none" : join(all);
+  };
+  const auto& compiled = *model.compiled;
+  return text("loss ", compiled.loss.name(), "\nreduction of the loss ", static_cast<int>(compiled.loss.reduction()),
+              "\nmetrics ", names(compiled.metrics), "\nweighted_metrics ", names(compiled.weighted_metrics));
+}
+
+std::string describe_fit(const ModelImpl& model, const Dataset& data, const FitOptions& options,
+                         const internal::LocalReplicas& replicas) {
   const auto first = strategy::first_element(data, replicas);
   const bool own = strategy::reads_its_own(data, replicas);
   const auto shape = [own](const Tensor& tensor) {
     return tensor.defined() ? text(own && tensor.dim() > 0 ? tensor.sizes().slice(1) : tensor.sizes()) : "none";
   };
-  return text("epochs ", options.epochs, "\ninitial_epoch ", options.initial_epoch, "\nsteps_per_epoch ",
-              options.steps_per_epoch, "\nauto_shard_policy ", static_cast<int>(data.options().auto_shard_policy),
-              "\nbatches in the data set ", own ? 0 : data.cardinality(), "\nfirst batch x ", shape(first.x),
-              "\nfirst batch y ", shape(first.y),
+  const auto dtype = [](const Tensor& tensor) { return tensor.defined() ? text(tensor.scalar_type()) : "none"; };
+  std::string class_weight;
+  for (const auto& [label, weight] : options.class_weight) class_weight += text(" ", label, ": ", weight);
+  return text(describe_compiled(model), "\nclass_weight", class_weight.empty() ? " none" : class_weight,
+              "\ndtypes of the first batch's x and y ", dtype(first.x), ", ", dtype(first.y), "\nepochs ",
+              options.epochs, "\ninitial_epoch ", options.initial_epoch, "\nsteps_per_epoch ", options.steps_per_epoch,
+              "\nauto_shard_policy ", static_cast<int>(data.options().auto_shard_policy), "\nbatches in the data set ",
+              own ? 0 : data.cardinality(), "\nfirst batch x ", shape(first.x), "\nfirst batch y ", shape(first.y),
               "\nfirst batch's contents (hash; set_random_seed makes shuffles equal) ",
               first.x.defined() && !own ? mix(gradient::hash_of(first.x), hash_or_0(first.y)) : 0);
 }

@@ -16,9 +16,13 @@ void check_fit_options(const Dataset& data, const FitOptions& options);
 void require_validation_data(const std::optional<Dataset>& kept, const FitOptions& options,
                              const internal::LocalReplicas& replicas);
 
-// What all processes that make the same steps must have in common, a line each: the options' numbers, and the first
-// batch, or where processes read their own, its shape.
-std::string describe_fit(const Dataset& data, const FitOptions& options, const internal::LocalReplicas& replicas);
+// The loss and the metrics, a line each.
+std::string describe_compiled(const ModelImpl& model);
+
+// What all processes that make the same steps must have in common, a line each: what was compiled, the options' numbers,
+// and the first batch, or where processes read their own, its shape.
+std::string describe_fit(const ModelImpl& model, const Dataset& data, const FitOptions& options,
+                         const internal::LocalReplicas& replicas);
 
 // The data set with sample weights multiplied by class_weight, by the labels that the model's loss reads.
 Dataset weighed(const ModelImpl& model, const Dataset& data, const FitOptions& options);

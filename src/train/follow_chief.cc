@@ -95,7 +95,7 @@ class Worker {
  private:
   // Loads the chief's values; false where the fit has ended. Throws Interrupted where a signal came before that.
   bool start() {
-    const auto plan = text(describe_fit(data_, options_, unwrap(impl_.strategy).local_replicas()), "\n",
+    const auto plan = text(describe_fit(impl_, data_, options_, unwrap(impl_.strategy).local_replicas()), "\n",
                            impl_.parameters->describe_frozen());
     while (true) {
       if (const int signal = signals_.received(); signal != 0) throw Interrupted(signal);
