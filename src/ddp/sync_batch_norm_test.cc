@@ -77,6 +77,19 @@ TEST(SyncBatchNorm, ABackwardThroughTwoForwardsIsThatOfOneProcess) {
   });
 }
 
+TEST(SyncBatchNorm, RanksAreToldThatAnotherDoesNotKnowItsExamples) {
+  const auto errors = collective::run_ranks({.group = {.backend = "threads"}}, [](const Group& group) {
+    SyncBatchNorm norm(3);
+    convert_sync_batchnorm(*norm, group);
+    DistributedDataParallel ddp(norm, group);
+    const auto x = at::sin(at::arange(12).view({4, 3}));
+    (group.rank() == 0 ? ddp(x) : norm(x)).square().sum().backward();
+  });
+  const auto said = [&](std::size_t rank) { return message_of([&] { std::rethrow_exception(errors[rank]); }); };
+  expect_says(said(0), "another rank does not know the number of its examples");
+  expect_says(said(1), "no forward that was called through ddp is in the graph of this backward");
+}
+
 // An adversarial example is made so: between a forward and its backward.
 TEST(SyncBatchNorm, ABackwardForAnInputAloneIsNoneOfDistributedDataParallel) {
   collective::on_ranks(2, [&](const Group& group) {

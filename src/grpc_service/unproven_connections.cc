@@ -99,7 +99,8 @@ bool UnprovenConnections::make_room() {
   if (connections_.size() < most_) return true;
   auto last = connections_.end();
   for (const bool silent : {true, false}) {
-    for (auto i = connections_.begin(); i != connections_.end() && (silent || last == connections_.end()); ++i) {
+    if (last != connections_.end()) break;
+    for (auto i = connections_.begin(); i != connections_.end(); ++i) {
       const auto& [copy, since, has_proved] = i->second;
       if (now - since <= (silent ? std::chrono::nanoseconds(kToSpeak) : kToBelong) || (silent && has_sent(copy)))
         continue;

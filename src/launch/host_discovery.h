@@ -33,8 +33,7 @@ class Blacklist {
 
 // Runs the user's program once a second, in a thread. It prints a host a line, as a hostfile; one that fails, says
 // nothing for ten seconds, or prints another thing is warned of once, and the hosts that it printed before stay.
-// Follows Horovod's
-// --host-discovery-script.
+// Follows Horovod's --host-discovery-script.
 class HostDiscovery {
  public:
   // `command`: for the shell. Runs it for the first time; throws ClusterError and InvalidArgument saying what is wrong.

@@ -145,7 +145,8 @@ std::vector<HostSlots> first_hosts(HostDiscovery& discovery, const LaunchOptions
                                    std::ostream& err, int& asked) {
   const auto deadline = Deadline::after(kForHosts);
   for (int told = -1;;) {
-    auto hosts = discovery.usable_hosts();
+    const bool is_late = deadline.passed();
+    auto hosts = is_late ? discovery.hosts() : discovery.usable_hosts();  // at last those that failed, too
     const bool some_failed = hosts.size() < discovery.hosts().size();
     int slots = 0;
     for (const auto& host : hosts) slots += host.slots;
@@ -156,7 +157,7 @@ std::vector<HostSlots> first_hosts(HostDiscovery& discovery, const LaunchOptions
     }
     const auto what = text("the hosts of --host-discovery have ", slots, " slot(s)",
                            some_failed ? " without those that failed" : "", ", and ", needed, " are needed");
-    if (deadline.passed()) throw ClusterError(text("lockstep run: ", what, "; waited for ", kForHosts.count(), " s"));
+    if (is_late) throw ClusterError(text("lockstep run: ", what, "; waited for ", kForHosts.count(), " s"));
     if (std::exchange(told, slots) != slots) err << "lockstep: " << what << ": waiting for more" << std::endl;
     if ((asked = signals.next()) != 0) return {};
     std::this_thread::sleep_for(std::chrono::milliseconds(100));

@@ -17,12 +17,20 @@ void strategy::check_states(const Archive& archive, const std::string& prefix, c
   const auto states = rule.states();
   if (states.empty() || gradients.servers() != nullptr) return;  // servers have theirs
   std::vector<std::string> without;
+  bool any_has = false;
   for (const auto& slot : gradients.parameters().slots()) {
     const auto name = name_of_state(states[0], slot.name);
-    if (slot.trainable && !archive.tensors.contains(prefix.empty() ? name : prefix + "/" + name))
-      without.push_back(slot.name);
+    const bool has = archive.tensors.contains(prefix.empty() ? name : prefix + "/" + name);
+    any_has = any_has || has;
+    if (slot.trainable && !has) without.push_back(slot.name);
   }
   if (without.empty()) return;
+  if (!any_has) {
+    throw InvalidArgument(text("the checkpoint has no ", states[0].name, ", which the optimizer ", rule.name(),
+                               " keeps here: it was saved with other options of the optimizer, or while all parameters "
+                               "were frozen. To go on with that training, compile likewise. To begin the optimizer "
+                               "anew, load the weights alone: by load_weights, or, of a Checkpoint, the module"));
+  }
   const auto more = without.size() > kMostNames ? without.size() - kMostNames : 0;
   without.resize(without.size() - more);
   throw InvalidArgument(

@@ -111,8 +111,12 @@ class StrategyImpl {
     abort_on_error(workers(), act);
   }
 
-  // As collective::check_on_all over the workers.
-  void check_on_all(const std::function<void()>& check) const { collective::check_on_all(workers_, "worker", check); }
+  // Does what collective::check_on_all does, over the workers. An elastic strategy calls check() alone: the others go
+  // on without a worker that fails.
+  void check_on_all(const std::function<void()>& check) const {
+    if (is_elastic()) return check();
+    collective::check_on_all(workers_, "worker", check);
+  }
 
   // Goes on with the workers that remain and those that come: replaces the Group of `workers()`. Collective over them,
   // between runs. Throws what Job::regroup and Job::group throw; after those of the latter the job is of the next

@@ -86,9 +86,10 @@ class AssignedSteps final : public StepSource {
     batch_size_ = strategy::first_element(data_, impl_.replicas(), impl_.progress.position.epoch).size();
     find_position();
     impl_.progress.batch_size = batch_size_;
-    coordinator_.begin(impl_.call, client.model(), impl_.servers()->mode(),
-                       text(describe_fit(impl_, data_, options_, impl_.replicas()), "\n", impl_.parameters->describe_frozen()),
-                       print_local_state(impl_), impl_.progress.uncounted);
+    coordinator_.begin(
+        impl_.call, client.model(), impl_.servers()->mode(),
+        text(describe_fit(impl_, data_, options_, impl_.replicas()), "\n", impl_.parameters->describe_frozen()),
+        print_local_state(impl_), impl_.progress.uncounted);
   }
 
   // In a checkpoint that was made with batches of another size.

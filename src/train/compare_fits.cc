@@ -28,7 +28,7 @@ std::string shared_callbacks(const FitOptions& options) {
 void compare_fits(const ModelImpl& impl, const Dataset& data, const FitOptions& options) {
   if (impl.gradients->own_data()) {
     impl.peers().check_all_agree(
-        "fits", text(describe_compiled(impl), "\nepochs ", options.epochs, "\ninitial_epoch ", options.initial_epoch, "\nsteps_per_epoch ",
+        "fits", text("epochs ", options.epochs, "\ninitial_epoch ", options.initial_epoch, "\nsteps_per_epoch ",
                      options.steps_per_epoch, "\n", impl.parameters->describe_frozen()));
   } else if (impl.peers().size() > 1) {
     impl.peers().check_all_agree("fits", text(describe_fit(impl, data, options, impl.replicas()), "\n",

@@ -101,12 +101,11 @@ class SameBatches {
 // The global batches of a data set, at most `steps` of them if that is above 0.
 class Batches {
  public:
-  // Reads the first one. Collective: where a worker cannot evaluate, or has no batch, all throw.
+  // Reads the first one. Collective: where a worker has no batch, all throw.
   Batches(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps)
       : steps_(steps), same_(impl, caller, data, steps) {
     const auto& strategy = unwrap(impl.strategy);
     strategy.check_on_all([&] {
-      check(impl, data);
       iterator_.emplace(strategy::distribute_ahead(data, strategy.local_replicas()).iterate());
       if (iterator_->is_sharded()) return;  // then all workers read at once
       next_ = iterator_->next_parts();
@@ -140,33 +139,35 @@ class Batches {
  private:
   static constexpr const char* kEmpty = "the data set is empty";
 
-  void check(const ModelImpl& impl, const Dataset& data) const {
-    const auto& strategy = unwrap(impl.strategy);
-    if (strategy.is_newcomer() && strategy.parallelism() != nullptr) {
-      throw ClusterError(
-          "evaluate, predict: this process comes to a job that runs, and has a part of a model until fit, in which the "
-          "others take it in; call them after fit, or not where LOCKSTEP_JOIN is set");
-    }
-    if (steps_ < 0) throw InvalidArgument(text("steps is ", steps_, "; it must be 0 (all) or more"));
-    if (steps_ == 0 && data.cardinality() == Dataset::kInfinite)
-      throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
-    const auto difference = impl.parameters->difference_between_copies();
-    if (!difference.empty()) throw InvalidArgument(difference);
-  }
-
   const std::int64_t steps_;
   const SameBatches same_;
   std::optional<DistributedIterator> iterator_;
   std::optional<PerReplica<internal::Part>> next_;
 };
 
+// Throws where this worker cannot evaluate. Communicates with nobody.
+void require_evaluable(const ModelImpl& impl, const Dataset& data, std::int64_t steps) {
+  const auto& strategy = unwrap(impl.strategy);
+  if (strategy.is_newcomer() && strategy.parallelism() != nullptr) {
+    throw ClusterError(
+        "evaluate, predict: this process comes to a job that runs, and has a part of a model until fit, in which the "
+        "others take it in; call them after fit, or not where LOCKSTEP_JOIN is set");
+  }
+  if (steps < 0) throw InvalidArgument(text("steps is ", steps, "; it must be 0 (all) or more"));
+  if (steps == 0 && data.cardinality() == Dataset::kInfinite)
+    throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
+  const auto difference = impl.parameters->difference_between_copies();
+  if (!difference.empty()) throw InvalidArgument(difference);
+}
+
 // Calls act(batches), collective over the workers. Where one fails, the others are told.
 template <class Act>
 void with_batches(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps, const Act& act) {
   unwrap(impl.strategy).abort_on_error([&] {
-    Batches batches(impl, caller, data, steps);
+    unwrap(impl.strategy).check_on_all([&] { require_evaluable(impl, data, steps); });
     const EvaluationMode evaluating(impl);
     const at::NoGradGuard no_grad;
+    Batches batches(impl, caller, data, steps);  // a data set may call the model
     act(batches);
   });
 }

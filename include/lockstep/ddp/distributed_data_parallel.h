@@ -91,9 +91,9 @@ class DistributedGradients {
     const bool before_;
   };
 
-  // Backwards while it lives add to the gradients and send nothing. The next backward after it averages: the gradient is
-  // the number of all these backwards times the mean over their examples of all ranks. So divide each loss, a mean over
-  // its examples, by their number. Follows torch's DistributedDataParallel.no_sync, where ragged backwards count alike.
+  // Backwards while it lives add to the gradients and send nothing. The next one averages: the gradient is the number
+  // of all these backwards times the mean over their examples of all ranks. So divide each loss, which is a mean, by
+  // that number. Follows torch's DistributedDataParallel.no_sync, where ragged backwards count alike.
   [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
 
   // Runs a loop whose number of steps may differ between ranks. A rank that is done takes part in the others' steps,

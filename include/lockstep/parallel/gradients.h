@@ -15,7 +15,7 @@ namespace lockstep {
 // gradients that were summed over several backwards, such as a Pipeline's; DistributedDataParallel averages while
 // backward goes on. One thread a rank. Throws InvalidArgument for a negative `examples`, for parameters that
 // fully_shard divided, and where ranks with divided parameters differ in `examples`. Likewise where a batch
-// normalization over these ranks (convert_sync_batchnorm) has weighed them otherwise in backward.
+// normalization over these ranks (convert_sync_batchnorm) has weighed them otherwise in the last backward.
 void average_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks, double examples = 1);
 
 // Scales the gradients so that their norm over the whole model is at most `max_norm`, and returns what the norm was.

@@ -119,7 +119,7 @@ class Model {
   // first dimension.
   Tensor predict(const Dataset& data, const PredictOptions& options = {});
 
-  // One step on one global batch; the loss and metrics of that batch. Keras's train_on_batch.
+  // Keras's: one step on one global batch, its loss and metrics. What one worker refuses ends the training of all.
   Logs train_on_batch(const Example& batch);
 
   // The sizes of an input without its batch dimension; fit does this with the first batch.
