@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
 
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
@@ -79,11 +80,11 @@ TEST(SyncBatchNorm, ABackwardThroughTwoForwardsIsThatOfOneProcess) {
 
 TEST(SyncBatchNorm, RanksAreToldThatAnotherDoesNotKnowItsExamples) {
   const auto errors = collective::run_ranks({.group = {.backend = "threads"}}, [](const Group& group) {
-    SyncBatchNorm norm(3);
-    convert_sync_batchnorm(*norm, group);
-    DistributedDataParallel ddp(norm, group);
+    torch::nn::Sequential net(torch::nn::Linear(3, 3), SyncBatchNorm(torch::nn::BatchNormOptions(3).affine(false)));
+    convert_sync_batchnorm(*net, group);
+    DistributedDataParallel ddp(net, group);
     const auto x = at::sin(at::arange(12).view({4, 3}));
-    (group.rank() == 0 ? ddp(x) : norm(x)).square().sum().backward();
+    (group.rank() == 0 ? ddp(x) : net->forward(x)).square().sum().backward();
   });
   const auto said = [&](std::size_t rank) { return message_of([&] { std::rethrow_exception(errors[rank]); }); };
   expect_says(said(0), "another rank does not know the number of its examples");

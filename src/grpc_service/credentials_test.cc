@@ -3,15 +3,12 @@
 
 #include <grpcpp/create_channel.h>
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <sstream>
 
 #include "base/expect_says_testing.h"
@@ -174,50 +171,6 @@ TEST_F(Tls, StrangersHoldABoundedNumberOfConnections) {
     connect(*endpoint, ours)->open("a model", soon());
     EXPECT_EQ(channel->GetState(false), GRPC_CHANNEL_READY);
   }
-}
-
-int descriptors() {
-  const std::filesystem::directory_iterator all("/proc/self/fd");
-  return static_cast<int>(std::distance(begin(all), end(all)));
-}
-
-// The server has a descriptor of each, and gRPC another one. As many as it may have at a time stay while no other
-// connection waits; beside very many a process of the job gets in.
-TEST_F(Tls, SilentStrangersTakeABoundedNumberOfDescriptors) {
-  const auto ours = certified("ours");
-  const auto endpoint = serve("127.0.0.1:0", ours, {.models = models_});
-  const auto address = called_address(endpoint->address(), ours, "ps 0");
-  const auto most = static_cast<int>(transport::most_that_prove());
-  rlimit limit{};
-  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
-  const int all = std::min(1500, static_cast<int>(limit.rlim_cur) - descriptors() - 2 * most - 100);
-  ASSERT_GT(all, most);
-  std::string problem;
-  std::vector<FileDescriptor> strangers;
-  const auto come = [&](int count) {
-    while (static_cast<int>(strangers.size()) < count) {
-      strangers.push_back(transport::connect_once(address, soon(), problem));
-      ASSERT_TRUE(strangers.back().open()) << problem;
-    }
-  };
-  const auto is_ended = [](const FileDescriptor& socket) {
-    char byte = 0;
-    return recv(socket.get(), &byte, 1, MSG_DONTWAIT) == 0;
-  };
-  const int before = descriptors();
-  come(most / 2);
-  for (const auto a_while = Deadline::after(std::chrono::milliseconds(400)); !a_while.passed(); usleep(1000)) {
-  }
-  EXPECT_TRUE(std::none_of(strangers.begin(), strangers.end(), is_ended));
-  come(all);
-  int highest = 0;
-  const auto& last_that_makes_room = strangers[strangers.size() - static_cast<std::size_t>(most) - 1];
-  for (const auto deadline = soon(); !is_ended(last_that_makes_room) && !deadline.passed(); usleep(1000)) {
-    highest = std::max(highest, descriptors() - before - all);
-  }
-  EXPECT_TRUE(is_ended(last_that_makes_room));
-  EXPECT_LE(highest, most + most / 4);  // gRPC closes its own a moment after they were ended
-  connect(*endpoint, ours)->open("a model", soon());
 }
 
 TEST_F(Tls, FilesThatCannotBeUsedAreNamed) {

@@ -255,9 +255,10 @@ void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std
   const auto given = [&] {
     if (weight) return *weight;
     throw InvalidArgument(
-        "Pipeline::forward_backward: a stage has a batch normalization over ranks of other pipelines, whose backward "
-        "depends on what this batch counts for in the mean of their gradients: give `weight`, such as the number of "
-        "its examples, or 1 where losses are scaled so that all count alike");
+        "Pipeline::forward_backward: give `weight`, such as the number of its examples, or 1 where losses are scaled "
+        "so "
+        "that all count alike: a stage has a batch normalization over ranks of other pipelines, whose backward depends "
+        "on what this batch counts for in the mean of their gradients");
   };
   train_batch(x, loss, most_microbatches, given);
 }
