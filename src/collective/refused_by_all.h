@@ -1,4 +1,4 @@
-// What all ranks refuse together.
+// A call that all ranks refuse together.
 #pragma once
 
 #include <functional>
@@ -15,7 +15,7 @@ class RefusedByAll : public InvalidArgument {
   RefusedByAll(const Communicator& ranks, const std::string& what)
       : InvalidArgument(what), group_(ranks.group().shared_backend().get()) {}
 
-  // Whether these are the ranks. Some of a larger Group's may refuse what the others know nothing of.
+  // True where these are the ranks. Some ranks of a larger Group may refuse a call that the others do not make.
   bool is_of(const Communicator& ranks) const { return ranks.group().shared_backend().get() == group_; }
 
  private:

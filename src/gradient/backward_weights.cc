@@ -58,7 +58,7 @@ Owners& owners() {
   return *all;
 }
 
-// Of the backward that runs within another one.
+// Set while a backward runs within another one.
 thread_local const BackwardWeights::Inside* inside = nullptr;
 
 // True where the backward that runs adds to the gradient of this parameter, which an object was given.

@@ -31,12 +31,12 @@ class LayerOverRanks {
   const Group& group() const { return *group_; }
   bool trains() const;
 
-  // What this rank's gradients count for in backwards that no BackwardWeights knows. Empty: the examples of the
-  // forward. A pipeline sets those of its whole batch, which has several forwards.
+  // This rank's gradients count for so much in backwards that no BackwardWeights knows. Empty: for the examples of the
+  // forward. A pipeline sets the examples of its whole batch, which has several forwards.
   std::optional<double> weight() const;
   void set_weight(std::optional<double> weight) { weight_ = weight.value_or(kUnknown); }
 
-  // What they counted for in the last such backward; empty before one.
+  // The gradients counted for so much in the last such backward; empty before one.
   std::optional<double> counted() const;
   void set_counted(double weight) const { counted_ = weight; }
 

@@ -162,7 +162,7 @@ bool Attempt::is_named(const std::string& name) const {
   return std::any_of(hosts.begin(), hosts.end(), [&](const auto& host) { return name_of(host.name) == name; });
 }
 
-// Whether those on hosts that are named suffice, so that the others may leave.
+// True where the members on hosts that are named suffice, so that the others may leave.
 bool Attempt::enough_are_named() const {
   const auto members = places_of_members(store_);
   return std::count_if(members.begin(), members.end(),

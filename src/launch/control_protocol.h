@@ -21,8 +21,8 @@ std::string signal_message(int signal);
 // knows of each host whether ranks may run there.
 inline constexpr const char* kPartIsHereMessage = "lockstep part: is here\n";
 
-// Likewise: its ranks have ended, and how. That of an elastic job's host then holds its store until it is told SIGKILL,
-// or nobody needs that any more.
+// The launcher says that its ranks have ended, and how. The launcher of an elastic job's host then holds its store
+// until it is told SIGKILL, or nobody needs the store any more.
 std::string ranks_ended_message(int status);
 std::optional<int> status_in(const std::string& line);  // of such a message, without the line's end
 

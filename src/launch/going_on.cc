@@ -157,8 +157,8 @@ std::string JobProcesses::refusal(std::size_t index) const {
   return context_.refusal(child.rank(), members_[index].environment.at("LOCKSTEP_RESTART"));
 }
 
-// Of an elastic job, as far as the store knows: it may not name one yet that was just taken in. Each other launcher
-// looks after its own.
+// True where the store names the process as a member of an elastic job. The store may not name one yet that was just
+// taken in. Each other launcher looks after its own processes.
 bool JobProcesses::is_member(std::size_t index) const {
   const auto& child = *children_[index];
   if (child.is_controlled() || !context_.is_member) return true;

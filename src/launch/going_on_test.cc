@@ -103,7 +103,7 @@ TEST_F(GoingOn, WhereOneCannotBeStartedNoneIsLeft) {
   EXPECT_TRUE(process == 0 || kill(process, 0) != 0) << "it still runs";
 }
 
-// What another launcher writes comes by standard input. Returns what `act` does in a process that has this one.
+// Another launcher's messages come by standard input. Returns what `act` does in a process that has this one.
 template <class Act>
 std::string with_launcher(const std::string& said, bool goes_on, const Act& act) {
   int ends[2];

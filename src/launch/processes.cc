@@ -186,7 +186,7 @@ bool JobProcesses::read(Child& child) {
   return any;
 }
 
-// Whether the line is a message of another host's launcher, and no output.
+// True where the line is a message of another host's launcher, and no output.
 bool JobProcesses::obey_part(Child& child, const std::string& line) {
   const auto message = line + "\n";
   if (message.ends_with(kPartIsHereMessage)) {  // a shell may have printed something before

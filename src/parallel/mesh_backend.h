@@ -78,7 +78,7 @@ class MeshBackend final : public collective::Wrapper {
 // All ranks of the mesh that a Communicator is an axis of, or the Communicator itself. Not collective.
 Communicator mesh_of(const Communicator& axis);
 
-// Whether both Groups are of one DeviceMesh: of its axes, or split from these.
+// True where both Groups are of one DeviceMesh: of its axes, or split from these.
 bool are_of_one_mesh(const Group& a, const Group& b);
 
 }  // namespace lockstep::parallel

@@ -23,7 +23,7 @@ class StepOverRanks {
   StepOverRanks(const StepOverRanks&) = delete;
   StepOverRanks& operator=(const StepOverRanks&) = delete;
 
-  // Of the pipeline that has most.
+  // The examples of the pipeline that has most.
   std::int64_t most_examples() const { return most_examples_; }
 
   // Collective over the pipeline. `weight` is called on its rank `last` alone, and not without examples.

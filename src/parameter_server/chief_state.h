@@ -1,4 +1,4 @@
-// What the chief's model has beside the servers' variables, as a worker gets it.
+// The values that the chief's model has beside the servers' variables, as a worker gets them.
 #pragma once
 
 #include <cstdint>

@@ -32,7 +32,7 @@ class Agreement {
   // Behind the section in which finish was called.
   void end() { agreed_in_ = worker_.strategy().completed_sections().generation; }
 
-  // What sum() returns: sums of what each said. Throws InvalidArgument where another worker made another call.
+  // Returns what sum() does: sums of what each said. Throws InvalidArgument where another worker made another call.
   std::vector<double> checked(const std::function<std::vector<double>()>& sum) const;
 
   // Agrees in a sum of its own. Collective.

@@ -19,8 +19,8 @@ void require_validation_data(const std::optional<Dataset>& kept, const FitOption
 // The loss and the metrics, a line each.
 std::string describe_compiled(const ModelImpl& model);
 
-// What all processes that make the same steps must have in common, a line each: what was compiled, the options'
-// numbers, and the first batch, or where processes read their own, its shape.
+// All processes that make the same steps must have these lines in common: of what was compiled, of the options'
+// numbers, and of the first batch. Where processes read their own data, the first batch's shape stands for the batch.
 std::string describe_fit(const ModelImpl& model, const Dataset& data, const FitOptions& options,
                          const internal::LocalReplicas& replicas);
 
