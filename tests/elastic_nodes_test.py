@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 
@@ -34,10 +35,12 @@ class OverNodes(Trainings):
     def start_etcd(self, hosts):
         """A cluster with a member on each of these hosts; returns the job's store there."""
         self.etcd = {}
+        # In memory: members wait for the disk at each write, for seconds where it is busy.
+        data = self.enterContext(tempfile.TemporaryDirectory(dir="/dev/shm"))
         cluster = ",".join(f"m{host}=http://{self.hosts.address(host)}:2380" for host in hosts)
         for host in hosts:
             client, peer = (f"http://{self.hosts.address(host)}:{port}" for port in (2379, 2380))
-            command = ["etcd", "--name", f"m{host}", "--data-dir", self.folder / f"etcd-{host}", "--logger", "zap", "--log-level", "error",
+            command = ["etcd", "--name", f"m{host}", "--data-dir", f"{data}/{host}", "--logger", "zap", "--log-level", "error",
                        "--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peer,
                        "--initial-advertise-peer-urls", peer, "--initial-cluster", cluster]
             with (self.folder / f"etcd-{host}.log").open("w") as log:

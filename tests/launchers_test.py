@@ -84,10 +84,14 @@ PartitionName=all Nodes={host} Default=YES State=UP
             time.sleep(0.05)
 
     def __exit__(self, *_):
+        # One after the other: a slurmd that ends tells the controller of its jobs, and waits two minutes for one that is gone.
         for process in reversed(self.started):
             process.terminate()
-        for process in self.started:
-            process.wait(30)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 class Jobs(unittest.TestCase):

@@ -21,6 +21,7 @@ class Trainings(unittest.TestCase):
     def setUp(self):
         self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.logs = self.folder / "logs"
+        self.job = None
 
     def begin_anew(self):
         self.doCleanups()
@@ -68,7 +69,13 @@ class Trainings(unittest.TestCase):
         end = time.monotonic() + limit_s
         while text not in self.log(rank):
             self.assertLess(time.monotonic(), end, f"{text} in {self.log(rank)[-3000:]}")
+            self.expect_goes_on(rank, text)
             time.sleep(0.01)
+
+    def expect_goes_on(self, rank, text):
+        """A job that failed says why. One whose launcher a test killed may go on."""
+        if self.job is not None and (self.job.poll() or 0) > 0 and text not in self.log(rank):
+            self.fail(f"the job ended with status {self.job.returncode} before rank {rank} wrote {text!r}:\n{self.job.communicate()[0]}")
 
     def begin(self, count, **variables):
         self.start(count, **variables)

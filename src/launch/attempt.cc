@@ -174,7 +174,7 @@ Store Attempt::make_store() {
   if (options_.store.empty()) return Store::hold(transport::with_port(address_for(hosts_), 0), access());
   const auto address = restart_ == 0 ? options_.store : text(options_.store, "-restart-", restart_);
   auto store = Store::connect(address, Deadline::after(kForEtcd), access());
-  presence_ = store.set_at_end(kEndOfLauncher, "reached", Deadline::after(kForStore));
+  presence_ = store.set_at_end(kEndOfLauncher, "reached", Deadline::after(kForEtcd));
   return store;
 }
 

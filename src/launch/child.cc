@@ -106,6 +106,11 @@ FileDescriptor open_log(const std::string& path) {
   throw IoError(text("cannot write ", path, ": ", why));
 }
 
+// LibTorch's exceptions say where they come from after what they say.
+bool is_of_stack(const std::string& line) {
+  return line.starts_with("frame #") || line.starts_with("Exception raised from ");
+}
+
 }  // namespace
 
 Child::Child(const ChildCommand& command)
@@ -157,7 +162,7 @@ bool Child::read(Stream stream, const Lines::Take& print) {
       log_problem_ = text("cannot write ", log_file_, ": ", std::strerror(errno));
       log_ = FileDescriptor();
     }
-    if (!line.empty()) last = line;
+    if (!line.empty() && !is_of_stack(line)) last = line;
     print(line, false);
   };
   char bytes[16384];

@@ -24,7 +24,7 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr std::chrono::seconds kToHearWhatToRun(60), kForAddress(10);
+constexpr std::chrono::seconds kToHearWhatToRun(60), kToStart(10);
 constexpr double kUntilEtcdKnows = 30;  // seconds: by then its lease has ended, also where etcd had to elect a leader
 
 bool answers(const std::function<Store()>& connect) {
@@ -49,9 +49,8 @@ int launch_part() {
   make_folder(part.log_dir);
   const TokenFile token(part.token);
   const bool in_etcd = cluster::is_etcd(part.store);
-  const auto connect = [&] {
-    return Store::connect(part.store, Deadline::after(kForStore), {token.access().token, part.trusted_network});
-  };
+  const Access access{token.access().token, part.trusted_network};
+  const auto connect = [&] { return Store::connect(part.store, Deadline::after(kForStore), access); };
   const auto tell = [&](int rank) { tell_that_it_ended(connect, rank); };
   const double silent_seconds = part.elastic ? kShortSilenceSeconds : kLongSilenceSeconds;
   PartOutput output(STDOUT_FILENO, control, silent_seconds), errors(STDERR_FILENO, control, silent_seconds);
@@ -59,18 +58,20 @@ int launch_part() {
   JobProcesses::Context context{signals, reaper, out, err, &control, tell};
   std::optional<Store> store;  // of this host
   context.launcher_lives = [&] { return in_etcd ? entry(*store, kEndOfLauncher).empty() : answers(connect); };
-  if (part.elastic && in_etcd) store = connect();
+  if (part.elastic && in_etcd) store = Store::connect(part.store, Deadline::after(kToStart), access);
   if (part.elastic && !in_etcd) {
     const auto address =
-        transport::address_towards(cluster::host_of(part.store, "the store's address"), Deadline::after(kForAddress));
-    store = Store::hold(transport::with_port(address, 0), {token.access().token, part.trusted_network});
+        transport::address_towards(cluster::host_of(part.store, "the store's address"), Deadline::after(kToStart));
+    store = Store::hold(transport::with_port(address, 0), access);
   }
   if (store) {
+    const auto limit = Deadline::after(kToStart);
     part.host_store = store->address();
-    connect().set(cluster::kStoreOfHost + part.host, part.host_store, Deadline::after(kForStore));
+    const auto of_launcher = in_etcd ? *store : Store::connect(part.store, limit, access);
+    of_launcher.set(cluster::kStoreOfHost + part.host, part.host_store, limit);
     if (!part.known_stores.empty()) {
-      store->set(cluster::kKnownStores, join(part.known_stores, "\n"), Deadline::after(kForStore));
-      store->set(cluster::kJobHasBegun, "yes", Deadline::after(kForStore));
+      store->set(cluster::kKnownStores, join(part.known_stores, "\n"), limit);
+      store->set(cluster::kJobHasBegun, "yes", limit);
     }
     use_store(context, *store);
   }
