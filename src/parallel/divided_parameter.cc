@@ -246,6 +246,9 @@ bool DividedParameter::otherwise(const ops::OperatorCall& call, const ops::Argum
   return run_other_operator(*this, OtherOperators::on_part, call, place);
 }
 
+DividedLayer::DividedLayer(DividedFor what, Division division, const Tensor& whole, Communicator ranks)
+    : DividedParameter(std::move(what), division, whole, std::move(ranks)), inputs_(layer(), this->ranks()) {}
+
 bool DividedLayer::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
   return run_other_operator(*this, OtherOperators::on_whole, call, place);
 }
@@ -261,6 +264,7 @@ template <class Style>
 bool DividedLinear<Style>::run(const ops::OperatorCall& call, std::size_t i) {
   const auto operands = linear_call(call, i, weight_);
   if (!operands) return false;
+  if (is_whole(style_.input)) inputs().check(operands->x);
   call.finish(linear(layer(), style_, ranks(), *operands));
   return true;
 }
@@ -269,6 +273,7 @@ template <class Style>
 bool DividedLinear<Style>::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
   if (call.name() != "aten::embedding" || place.index != 0 || division().blocks > 1)
     return DividedLayer::otherwise(call, place);
+  inputs().check(call.tensor(1));
   call.finish(embed_with_linear(layer(), style_, ranks(), embedding_call(call)));
   return true;
 }
@@ -285,6 +290,7 @@ DividedEmbedding<Style>::DividedEmbedding(DividedFor what, const Tensor& weight,
 template <class Style>
 bool DividedEmbedding<Style>::run(const ops::OperatorCall& call, std::size_t i) {
   if (call.name() != "aten::embedding" || i != 0) return false;
+  inputs().check(call.tensor(1));
   call.finish(embed(layer(), style_, ranks(), embedding_call(call)));
   return true;
 }
@@ -326,6 +332,7 @@ SharedLinear::SharedLinear(std::string layer, const Tensor& weight, const Replic
       weight_(weight),
       style_(style),
       ranks_(std::move(ranks)),
+      inputs_(layer_, ranks_),
       gradients_(text("of the output of ", layer_), kReplicateRemedy, ranks_) {
   if (is_last(style.input))
     throw InvalidArgument(
@@ -336,7 +343,11 @@ bool SharedLinear::run(const ops::OperatorCall& call, std::size_t i) {
   const auto operands = linear_call(call, i, weight_);
   if (!operands) return false;
   auto x = operands->x;  // each rank has the whole gradient of its output
-  if (!is_whole(style_.input)) x = exchange(x, ranks_, Exchange::gather, Exchange::take_part, dim_of(style_.input));
+  if (is_whole(style_.input)) {
+    inputs_.check(x);
+  } else {
+    x = exchange(x, ranks_, Exchange::gather, Exchange::take_part, dim_of(style_.input));
+  }
   const auto y =
       gradients_.watched(exchange(split_linear(x, operands->weight, {}), ranks_, Exchange::keep, Exchange::sum));
   call.finish(operands->bias.defined() ? y + operands->bias : y);

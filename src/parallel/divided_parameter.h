@@ -91,8 +91,14 @@ class DividedParameter : public PartialParameter {
 // The hook of a layer's parameter, whose operators are known.
 class DividedLayer : public DividedParameter {
  public:
-  using DividedParameter::DividedParameter;
+  DividedLayer(DividedFor what, Division division, const Tensor& whole, Communicator ranks);
   bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
+
+ protected:
+  const WholeInputs& inputs() const { return inputs_; }
+
+ private:
+  const WholeInputs inputs_;
 };
 
 // The hook of a parameter that is divided, or partial; null for any other.
@@ -153,6 +159,7 @@ class SharedLinear final : public ops::ParameterHook {
   const WeakParameter weight_;
   const ReplicateParallel style_;
   const Communicator ranks_;
+  const WholeInputs inputs_;
   const PartialGradients gradients_;
 };
 

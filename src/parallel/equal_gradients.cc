@@ -16,26 +16,18 @@
 namespace lockstep::parallel {
 namespace {
 
-// A share of the norm: ranks that compute the same from equal values differ by rounding at most.
-constexpr double kTolerance = 1e-2;
+// Shares of the norm. Ranks that compute the same from equal values differ by rounding at most; the norms of gradients
+// that are no copies of each other differ by more.
+constexpr double kTolerance = 1e-2, kSame = 1e-6;
 
-std::array<double, 2> norm_and_sum(const Tensor& gradient) {
-  if (!gradient.defined() || gradient.layout() != at::kStrided || gradient.numel() == 0) return {0, 0};
-  const at::NoGradGuard no_gradient;
-  const auto root = std::sqrt(static_cast<double>(gradient.numel()));
-  return {gradient.norm(2, at::kDouble).item<double>(), gradient.sum(at::kDouble).item<double>() / root};
-}
-
-// A share of the norm: the norms of gradients that are no copies of each other differ by more.
-constexpr double kSame = 1e-6;
-
-// The second number tells equal values at other places from those at the same.
-std::array<double, 2> norm_and_places(const Tensor& values) {
+// Two numbers that are equal for equal tensors: the norm, and the product with a vector of the norm's size that no
+// tensor resembles. Those of other values differ by about the norm of the difference.
+std::array<double, 2> fingerprint(const Tensor& values) {
   if (!values.defined() || values.layout() != at::kStrided || values.numel() == 0) return {0, 0};
   const at::NoGradGuard no_gradient;
   const auto flat = values.detach().flatten().to(at::kDouble);
-  const auto places = at::arange(1, flat.numel() + 1, flat.options()) / static_cast<double>(flat.numel());
-  return {flat.norm().item<double>(), flat.dot(places).item<double>() / std::sqrt(static_cast<double>(flat.numel()))};
+  const auto other = at::arange(1, flat.numel() + 1, flat.options()).cos_();
+  return {flat.norm().item<double>(), flat.dot(other).item<double>()};
 }
 
 // The largest of the ranks' numbers, and of the negated ones.
@@ -64,9 +56,9 @@ Tensor PartialGradients::watched(const Tensor& used, const Tensor& input) const 
   if (ranks_.size() == 1 || !used.requires_grad() || used.is_leaf()) return used;
   if (!std::has_single_bit(++*uses_)) return used;
   used.register_hook([whose = whose_, remedy = remedy_, ranks = ranks_,
-                      of_input = norm_and_places(input)](const Tensor& gradient) {
-    const auto [norm, places] = norm_and_places(gradient);
-    const auto largest = largest_of(std::array{norm, places, of_input[0], of_input[1]}, ranks);
+                      of_input = fingerprint(input)](const Tensor& gradient) {
+    const auto [norm, product] = fingerprint(gradient);
+    const auto largest = largest_of(std::array{norm, product, of_input[0], of_input[1]}, ranks);
     const auto differs = [&](std::size_t i, double of) { return !(largest[i] + largest[4 + i] <= kSame * of); };
     // A gradient of rounding errors alone, as of the bias of keys, may be the same by chance.
     const double noise = gradient.scalar_type() == at::kDouble ? 1e-12 : 1e-6;
@@ -81,9 +73,29 @@ Tensor PartialGradients::watched(const Tensor& used, const Tensor& input) const 
   return used;
 }
 
+WholeInputs::WholeInputs(std::string layer, const Communicator& ranks)
+    : layer_(std::move(layer)),
+      ranks_(ranks.with_purpose(Purpose(text("comparing the inputs of ", layer_)))),
+      calls_(std::make_shared<std::atomic<std::uint64_t>>(0)) {}
+
+void WholeInputs::check(const Tensor& input) const {
+  if (ranks_.size() == 1 || !std::has_single_bit(++*calls_)) return;
+  const auto [norm, product] = fingerprint(input);
+  const auto largest = largest_of(std::array{norm, product, static_cast<double>(input.numel())}, ranks_);
+  const auto differs = [&](std::size_t i, double by) { return largest[i] + largest[3 + i] > by; };
+  const double rounding = kTolerance * largest[0];
+  if (!differs(0, rounding) && !differs(1, rounding) && !differs(2, 0)) return;
+  throw InvalidArgument(
+      text("the input of ", layer_, " differs between the ", ranks_.size(),
+           " ranks that divide the layer: its norm is ", norm, " on rank ", ranks_.rank(), ", and ", -largest[3],
+           " to ", largest[0], " on all, of ", -largest[5], " to ", largest[2],
+           " elements. They compute one batch together, so each must give the same examples, and dropout before "
+           "the layer must draw the same numbers; for other examples on each rank use an axis of the mesh for data"));
+}
+
 void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, const std::string& whose) {
-  const auto [norm, sum] = norm_and_sum(gradient);
-  const auto largest = largest_of(std::array{norm, sum}, ranks);
+  const auto [norm, product] = fingerprint(gradient);
+  const auto largest = largest_of(std::array{norm, product}, ranks);
   const double difference = std::max(largest[0] + largest[2], largest[1] + largest[3]);
   if (!(difference > kTolerance * largest[0])) return;  // also with gradients that are no numbers
   throw InvalidArgument(

@@ -1,4 +1,5 @@
-// Finds whole parameters that the ranks of tensor parallelism train on parts of the activations without summing.
+// Finds values that the ranks of tensor parallelism should have alike, and do not: gradients of whole parameters, and
+// inputs. Finds also gradients that should be of parts, and are alike.
 #pragma once
 
 #include <atomic>
@@ -18,6 +19,22 @@ void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, co
 // From now on backwards compare the gradients of the parameter, which all ranks have whole. Only the first, second,
 // fourth, eighth and so on do so, which costs next to nothing.
 void watch_gradients(const Tensor& parameter, const std::string& name, const Communicator& ranks);
+
+// Looks now and then at inputs that a layer needs whole, the same on all ranks.
+class WholeInputs {
+ public:
+  // `layer`: its name, for the message.
+  WholeInputs(std::string layer, const Communicator& ranks);
+
+  // The first, second, fourth, eighth call and so on compares. Throws InvalidArgument, on all ranks, where the inputs
+  // differ by more than rounding. Collective; any thread.
+  void check(const Tensor& input) const;
+
+ private:
+  const std::string layer_;
+  const Communicator ranks_;
+  const std::shared_ptr<std::atomic<std::uint64_t>> calls_;
+};
 
 // Looks now and then at the gradients of what each rank is to use for its own part of the activations.
 class PartialGradients {

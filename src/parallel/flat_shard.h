@@ -61,6 +61,9 @@ class FlatShard {
   // shard.data().
   void count_writes(const std::shared_ptr<std::atomic<std::int64_t>>& writes);
 
+  // Another number after each change of the shards.
+  std::int64_t version() const;
+
   // Throws Error where the values are there, and shards have changed since. Looks at each shard.
   void check_unchanged() const;
 
@@ -91,7 +94,6 @@ class FlatShard {
   };
 
   void lay_out();
-  std::int64_t version() const;
   void run(Call call, const Communicator& among, Purpose purpose) const;
   void prepare_gather();
   void bind();

@@ -8,7 +8,7 @@
 #include "gradient/layer_over_ranks.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/gradient_norm.h"
-#include "parallel/sharded_units.h"
+#include "parallel/known_shards.h"
 #include "parallel/sum_gradients.h"
 
 namespace lockstep {

@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
@@ -66,6 +67,26 @@ TEST(OldShards, AreRefusedAfterEachOptimizer) {
       });
     }
   }
+}
+
+std::string printed_by_training(bool of_shards) {
+  testing::internal::CaptureStderr();
+  collective::on_ranks(2, [&](const Group& group) {
+    auto net = make_two_layers();
+    auto sharded = fully_shard(net, {group, 30});
+    torch::optim::SGD sgd(of_shards ? sharded.parameters() : net->parameters(), torch::optim::SGDOptions(0.1));
+    for (int step = 0; step < 110; ++step) {
+      sgd.zero_grad();
+      sharded(torch::ones({4, 6}, at::kDouble)).pow(2).mean().backward();
+      sgd.step();
+    }
+  });
+  return testing::internal::GetCapturedStderr();
+}
+
+TEST(OldShards, AreWarnedOfWhereTheOptimizerHasTheModulesParameters) {
+  EXPECT_EQ(printed_by_training(true), "");
+  expect_says(printed_by_training(false), "give optimizers the parameters() of what fully_shard returned");
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <limits>
 #include <map>
@@ -126,19 +127,27 @@ struct Pipeline::State {
 
   // Links are of one pipeline alone: a rank that is in another one would wait on other links, to no end. So all first
   // tell what they begin, and whether ranks of other pipelines call the stages' modules together with these: modules
-  // may be sharded after they were made. Collective.
-  Called begin(Purpose purpose, const parallel::StepOverRanks::Layers& layers) const {
+  // may be sharded after they were made. Throws InvalidArgument, on all, where they have other numbers of examples.
+  // Collective.
+  Called begin(Purpose purpose, const parallel::StepOverRanks::Layers& layers, std::int64_t examples) const {
     for (const auto& each : tied) each.check_not_sharded();
     const bool with_others = std::any_of(modules.begin(), modules.end(), [](const auto& each) {
       return parallel::is_called_with_other_ranks(*each.second);
     });
-    double called = static_cast<double>(!layers.empty() ? Called::with_layers_over_ranks
-                                        : with_others   ? Called::with_other_ranks
-                                                        : Called::alone);
-    auto call = Call::all_reduce(buffer_of(std::span(&called, 1)), ReduceOp::max);
+    const auto called = !layers.empty() ? Called::with_layers_over_ranks
+                        : with_others   ? Called::with_other_ranks
+                                        : Called::alone;
+    std::array largest{static_cast<std::int64_t>(called), examples, -examples};
+    auto call = Call::all_reduce(buffer_of(std::span(largest)), ReduceOp::max);
     call.purpose = purpose;
     ranks.group().run(call, ranks.deadline());
-    return static_cast<Called>(static_cast<int>(called));
+    if (largest[1] != -largest[2]) {
+      throw InvalidArgument(text("Pipeline: rank ", ranks.rank(), " gives a batch of ", examples,
+                                 " examples, and all of "
+                                 "the pipeline give ",
+                                 -largest[2], " to ", largest[1], ": they must give the same batch"));
+    }
+    return static_cast<Called>(largest[0]);
   }
 
   // Those that train.
@@ -172,11 +181,12 @@ struct Pipeline::State {
     parallel::mesh_of(ranks).abort_on_error([&] {
       try {
         const auto layers = layers_over_ranks();
-        const auto called = begin(purpose, layers);
+        const auto examples = batch.x.dim() > 0 ? batch.x.size(0) : 0;
+        const auto called = begin(purpose, layers, examples);
         auto most = batch.most_microbatches;
         std::optional<parallel::StepOverRanks> over_ranks;
         if (called == Called::with_layers_over_ranks) {
-          over_ranks.emplace(layers, ranks, batch.x.dim() > 0 ? batch.x.size(0) : 0);
+          over_ranks.emplace(layers, ranks, examples);
           if (batch.weight) over_ranks->set_weight(batch.weight, schedule.rank_of_stage.back());
           most = std::min(most, over_ranks->most_examples());
         }

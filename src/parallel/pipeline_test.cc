@@ -5,7 +5,10 @@
 #include <torch/optim/adamw.h>
 
 #include <fstream>
+#include <functional>
 #include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
 
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
@@ -122,7 +125,7 @@ TEST(Pipeline, RanksInAnotherPipelineAreToldWhich) {
     for (const auto& error : errors) {
       ASSERT_NE(error, nullptr);
       const auto said = message_of<InvalidArgument>([&] { std::rethrow_exception(error); });
-      expect_says(said, "for a step of Pipeline 1, rank 1 calls all_reduce of 1 x float64, max, for ");
+      expect_says(said, "for a step of Pipeline 1, rank 1 calls all_reduce of 3 x int64, max, for ");
       expect_says(said, trains_on_both ? "for a step of Pipeline 2" : "for a forward of Pipeline 1");
     }
   }
@@ -296,26 +299,35 @@ TEST(Pipeline, LeavesFrozenTiedParametersWithoutGradients) {
   });
 }
 
-TEST(Pipeline, AnErrorInAStageEndsAllRanks) {
-  const auto groups = make_thread_groups(2);
+// What a step throws on each rank; empty where nothing is thrown.
+std::vector<std::string> errors_of(const std::function<void(Pipeline& pipeline, int rank)>& step) {
   std::vector<std::string> errors(2);
-  {
-    std::vector<std::jthread> threads;
-    for (std::size_t rank = 0; rank < 2; ++rank) {
-      threads.emplace_back([&, rank] {
-        try {
-          Pipeline pipeline(stages_of(2), {groups[rank], 30}, {});
-          const auto batch = pipeline_batch(0);
-          pipeline.step(batch.ids, batch.labels, [](const at::Tensor& logits, const at::Tensor& labels) {
-            return cross_entropy(logits, labels).unsqueeze(0).expand({2});
-          });
-        } catch (const std::exception& error) {
-          errors[rank] = error.what();
-        }
-      });
+  collective::on_ranks(2, [&](const Group& group) {
+    Pipeline pipeline(stages_of(2), {group, 30}, {.microbatches = 3});
+    try {
+      step(pipeline, group.rank());
+    } catch (const std::exception& error) {
+      errors[static_cast<std::size_t>(group.rank())] = error.what();
     }
-  }
-  for (const auto& error : errors) EXPECT_NE(error.find("the loss has shape [2]"), std::string::npos) << error;
+  });
+  return errors;
+}
+
+TEST(Pipeline, AnErrorInAStageEndsAllRanks) {
+  const auto batch = pipeline_batch(0);
+  const auto loss = [](const at::Tensor& logits, const at::Tensor& labels) {
+    return cross_entropy(logits, labels).unsqueeze(0).expand({2});
+  };
+  const auto errors = errors_of([&](Pipeline& pipeline, int) { pipeline.step(batch.ids, batch.labels, loss); });
+  for (const auto& error : errors) expect_says(error, "the loss has shape [2]");
+}
+
+TEST(Pipeline, RefusesBatchesThatDifferBetweenRanks) {
+  const auto errors = errors_of([&](Pipeline& pipeline, int rank) {
+    const auto batch = make_batch(0, 8 - 2 * rank);
+    pipeline.step(batch.ids, batch.labels, cross_entropy);
+  });
+  for (const auto& error : errors) expect_says(error, "all of the pipeline give 6 to 8: they must give the same batch");
 }
 
 at::Tensor sum_of_counted(const at::Tensor& output, const at::Tensor& labels) {
@@ -343,25 +355,11 @@ TEST(Pipeline, WeighsMicrobatchesByTheLabelsThatCount) {
 
 TEST(Pipeline, RefusesMeansOverOtherThanExamples) {
   auto batch = pipeline_batch(0);
-  std::mutex mutex;
-  std::vector<std::string> errors;
-  const auto step = [&](const Group& group) {
-    Pipeline pipeline(stages_of(2), {group, 30}, {.microbatches = 3});
-    try {
-      pipeline.step(batch.ids, batch.labels, cross_entropy);
-    } catch (const Error& error) {
-      const std::lock_guard lock(mutex);
-      errors.emplace_back(error.what());
-    }
-  };
+  const auto step = [&](Pipeline& pipeline, int) { pipeline.step(batch.ids, batch.labels, cross_entropy); };
   batch.labels.narrow(1, 3, 2).fill_(-100);  // as many of each example
-  collective::on_ranks(2, step);
-  EXPECT_TRUE(errors.empty());
+  for (const auto& error : errors_of(step)) EXPECT_EQ(error, "");
   batch.labels.narrow(0, 0, 1).fill_(-100);
-  collective::on_ranks(2, step);
-  ASSERT_EQ(errors.size(), 2u);
-  for (const auto& error : errors)
-    EXPECT_NE(error.find("so that its mean loss is not over its examples"), std::string::npos) << error;
+  for (const auto& error : errors_of(step)) expect_says(error, "so that its mean loss is not over its examples");
 }
 
 TEST(Pipeline, RefusesWhatDoesNotFit) {

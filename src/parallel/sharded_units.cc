@@ -9,19 +9,21 @@
 #include <exception>
 #include <limits>
 #include <map>
-#include <unordered_map>
 #include <utility>
 
-#include "base/mutex.h"
+#include "base/log.h"
 #include "base/text.h"
 #include "gradient/layer_over_ranks.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/dtypes.h"
 #include "parallel/divided_parameter.h"
+#include "parallel/known_shards.h"
 #include "parallel/split_linear.h"
 
 namespace lockstep::parallel {
 namespace {
+
+constexpr int kMostUnchanged = 100;  // backwards: more than steps that accumulate gradients have
 
 // Has a unit gathered when an operator reads one of its parameters.
 class UseUnit final : public ops::ParameterHook {
@@ -46,44 +48,6 @@ class UseUnit final : public ops::ParameterHook {
   const std::weak_ptr<ShardedUnits> units_;
   const std::size_t unit_;
 };
-
-// All shards of the process, with the ranks that have the other parts, and what the module's parameter was before.
-class KnownShards {
- public:
-  void add(const Tensor& shard, const Communicator& ranks, std::shared_ptr<const PartialParameter> of) {
-    MutexLock lock(mutex_);
-    shards_.insert_or_assign(shard.unsafeGetTensorImpl(), Known{ranks, std::move(of)});
-  }
-  void remove(const Tensor& shard) {
-    MutexLock lock(mutex_);
-    shards_.erase(shard.unsafeGetTensorImpl());
-  }
-  // Null for a tensor that is no shard.
-  const GroupBackend* group_of(const Tensor& tensor) {
-    MutexLock lock(mutex_);
-    const auto found = shards_.find(tensor.unsafeGetTensorImpl());
-    return found == shards_.end() ? nullptr : found->second.ranks.group().shared_backend().get();
-  }
-  std::shared_ptr<const PartialParameter> partial_of(const Tensor& tensor) {
-    MutexLock lock(mutex_);
-    const auto found = shards_.find(tensor.unsafeGetTensorImpl());
-    return found == shards_.end() ? nullptr : found->second.of;
-  }
-
- private:
-  struct Known {
-    Communicator ranks;
-    std::shared_ptr<const PartialParameter> of;
-  };
-  Mutex mutex_;
-  std::unordered_map<const at::TensorImpl*, Known> shards_ LOCKSTEP_GUARDED_BY(mutex_);
-};
-
-// Never destroyed: an object of static storage may end later.
-KnownShards& known_shards() {
-  static auto* const shards = new KnownShards;
-  return *shards;
-}
 
 std::string describe(const std::vector<std::pair<std::string, Tensor>>& parameters) {
   std::string lines;
@@ -113,7 +77,7 @@ FlatShard::Precision ShardedUnits::precision_of(at::ScalarType dtype) const {
 }
 
 ShardedUnits::~ShardedUnits() {
-  for (const auto& shard : shards_) known_shards().remove(shard);
+  for (const auto& shard : shards_) forget_shard(shard);
 }
 
 bool is_sharded(const Tensor& parameter) {
@@ -129,21 +93,6 @@ bool is_called_with_other_ranks(const torch::nn::Module& module) {
   };
   const auto parameters = module.parameters();
   return std::any_of(parameters.begin(), parameters.end(), is_shared) || gradient::trains_over_ranks(module);
-}
-
-bool any_is_shard(const std::vector<Tensor>& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(),
-                     [](const auto& tensor) { return known_shards().group_of(tensor) != nullptr; });
-}
-
-bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ranks) {
-  const auto* const group = ranks.group().shared_backend().get();
-  return std::any_of(tensors.begin(), tensors.end(),
-                     [&](const auto& tensor) { return known_shards().group_of(tensor) == group; });
-}
-
-std::shared_ptr<const PartialParameter> partial_of_shard(const Tensor& tensor) {
-  return known_shards().partial_of(tensor);
 }
 
 void ShardedUnits::add_examples(double examples) {
@@ -245,7 +194,7 @@ void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
     if (tensors[i].dim() == 2) ops::add_hook(tensors[i], std::make_shared<SplitWeight>(tensors[i]));
     if (flat.shard(i).numel() > 0) {
       shards_.push_back(flat.shard(i));
-      known_shards().add(flat.shard(i), ranks_, partial_of(tensors[i]));
+      know_shard(flat.shard(i), ranks_, partial_of(tensors[i]));
     }
     if (!tensors[i].requires_grad()) continue;
     ++unit.gradients;
@@ -389,6 +338,20 @@ void ShardedUnits::finish_backward() {
   backward_.reset();
   uses_before_ = std::exchange(uses_, {});
   release();
+  warn_of_unchanged_shards();
+}
+
+// Gradients add up in vain where an optimizer has the module's own parameters.
+void ShardedUnits::warn_of_unchanged_shards() {
+  if (writes_ == nullptr) return;
+  std::int64_t version = 0;
+  for_each_flat_shard([&](const FlatShard& flat) { version += flat.version(); });
+  if (std::exchange(version_, version) != version) unchanged_ = 0;
+  if (++unchanged_ != kMostUnchanged || ranks_.rank() != 0) return;
+  log_warning(text("fully_shard: ", unchanged_,
+                   " backwards have added to the gradients of the shards, and nothing has "
+                   "changed the shards since: give optimizers the parameters() of what fully_shard returned, since the "
+                   "module's own have neither values nor gradients"));
 }
 
 std::vector<double> ShardedUnits::summed(Purpose purpose, std::vector<double> values) const {

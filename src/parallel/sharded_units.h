@@ -81,6 +81,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void reduce_complete_units();
   void finish_backward();
   void forget_backward();
+  void warn_of_unchanged_shards();
   std::vector<double> summed(Purpose purpose, std::vector<double> values) const;
 
   const Communicator ranks_;
@@ -106,6 +107,8 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   std::optional<int> backward_;     // the graph task whose gradients are taken
   double factor_ = 1;               // of this backward's gradients
   std::vector<Unit*> not_reduced_;  // in this backward, the next last
+  std::int64_t version_ = 0;        // of all shards, after the last backward
+  int unchanged_ = 0;               // backwards since the shards have changed
 };
 
 // Calls add(unit, name, keep) for the submodules that match one of the patterns, and then for the module. Throws
@@ -119,14 +122,5 @@ bool is_sharded(const Tensor& parameter);
 // True where ranks that have other examples must call the module together: its parameters are sharded, or it has
 // experts or, while it trains, layers over several ranks (gradient/layer_over_ranks.h).
 bool is_called_with_other_ranks(const torch::nn::Module& module);
-
-// Whether one of the tensors is a shard, or one of which these ranks have the other parts.
-bool any_is_shard(const std::vector<Tensor>& tensors);
-bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ranks);
-
-// The result of partial_of for the parameter of which the tensor is a shard: not null where other ranks have other
-// parameters in its place. Null for a tensor that is no shard.
-class PartialParameter;
-std::shared_ptr<const PartialParameter> partial_of_shard(const Tensor& tensor);
 
 }  // namespace lockstep::parallel

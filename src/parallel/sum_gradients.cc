@@ -7,7 +7,7 @@
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/divided_parameter.h"
 #include "parallel/gradient_norm.h"
-#include "parallel/sharded_units.h"
+#include "parallel/known_shards.h"
 
 namespace lockstep::parallel {
 namespace {

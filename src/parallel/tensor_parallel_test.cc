@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 #include <torch/serialize.h>
 
@@ -116,6 +119,33 @@ TEST(TensorParallel, NamesTheLayerWhoseInputDoesNotFit) {
     parallelize_module(net, group, {{"*.out", RowwiseParallel()}});
     expect_says(message_of<InvalidArgument>([&] { net(make_batch(0, 2).ids); }),
                 "RowwiseParallel 1.out: the input has shape [2, 12, 24]; its last dimension must be 12");
+  });
+}
+
+// Each rank's own batch, as loops of data parallelism give it.
+TEST(TensorParallel, RefusesRanksThatGiveOtherInputs) {
+  const auto x = torch::randn({2, 64, 6});
+  collective::on_ranks(2, [&](const Group& group) {
+    auto ids = make_transformer();
+    parallelize_module(ids, group, plain_plan());
+    expect_says(message_of<InvalidArgument>([&] { ids(make_batch(group.rank(), 3).ids); }),
+                "the input of 0.token differs between the 2 ranks that divide the layer: its norm is");
+    expect_says(message_of<InvalidArgument>([&] { ids(make_batch(0, 3 + group.rank()).ids); }), "of 36 to 48 elements");
+
+    torch::nn::Sequential features(torch::nn::Linear(6, 4), torch::nn::Tanh(), torch::nn::Linear(4, 2));
+    parallelize_module(features, group, {{"0", ColwiseParallel()}, {"2", RowwiseParallel()}});
+    features->forward(x[0]);
+    expect_says(message_of<InvalidArgument>([&] { features->forward(x[group.rank()]); }),
+                "the input of 0 differs between the 2 ranks that divide the layer");
+  });
+}
+
+TEST(TensorParallel, RefusesRanksThatGiveOtherLabels) {
+  collective::on_ranks(2, [&](const Group& group) {
+    const auto logits = torch::randn({3, 4}) + group.rank();
+    const auto labels = torch::tensor({1, 2, 5 + group.rank()}, at::kLong);
+    expect_says(message_of<InvalidArgument>([&] { vocabulary_parallel_cross_entropy(logits, labels, group); }),
+                "the labels differ between the 2 ranks that divide the classes");
   });
 }
 

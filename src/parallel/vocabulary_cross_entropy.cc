@@ -25,13 +25,32 @@ void check_divided(const Tensor& own_largest, const Tensor& largest, const Tenso
            "torch::cross_entropy_loss for whole logits"));
 }
 
+// One number [1] that is the same for the same labels, and hardly for others.
+Tensor mark_of(const Tensor& labels) {
+  const auto numbers = labels.to(at::kDouble);
+  const auto product = numbers.dot(at::arange(1, numbers.numel() + 1, numbers.options()).cos_());
+  return (product / numbers.norm().clamp_min_(1)).reshape({1});
+}
+
+// `marks`: the largest of the ranks' numbers, and of the negated ones.
+void check_same_labels(const Tensor& marks, const Communicator& ranks) {
+  if (marks[0].item<double>() == -marks[1].item<double>()) return;
+  throw InvalidArgument(
+      text("vocabulary_parallel_cross_entropy: the labels differ between the ", ranks.size(),
+           " ranks that divide the classes: they compute one batch together, so each must give the same"));
+}
+
 struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy> {
   // logits [examples, own classes], labels [examples]: the index among this rank's classes, -1 for another rank's.
+  // `all_labels` [examples]: among all classes.
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& logits, const Tensor& labels,
-                        const Tensor& ignored, const Communicator* ranks) {
+                        const Tensor& ignored, const Tensor* all_labels, const Communicator* ranks) {
     const auto own_largest = logits.amax(-1);
-    auto largest = own_largest.clone();
+    const auto mark = mark_of(*all_labels).to(logits.scalar_type());
+    auto largest = at::cat({own_largest, mark, -mark});
     all_reduce(ranks->group(), largest, ReduceOp::max, ranks->deadline());
+    check_same_labels(largest.narrow(0, largest.numel() - 2, 2), *ranks);
+    largest = largest.narrow(0, 0, own_largest.numel());
     auto softmax = (logits - largest.unsqueeze(-1)).exp_();
     const auto elsewhere = labels < 0;
     const auto at_label = logits.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1).masked_fill_(elsewhere, 0);
@@ -54,7 +73,7 @@ struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy
     auto result = softmax * gradient;
     const auto at_label = gradient.masked_fill((labels < 0).unsqueeze(-1), 0);
     result.scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), -at_label);
-    return {result, Tensor(), Tensor(), Tensor()};
+    return {result, Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -78,7 +97,7 @@ Tensor vocabulary_parallel_cross_entropy(const Tensor& logits, const Tensor& lab
   }
   const auto here = (flat >= first).logical_and_(flat < first + own).logical_and_(ignored.logical_not());
   const auto local = (flat - first).masked_fill_(here.logical_not(), -1);
-  return VocabularyCrossEntropy::apply(logits.reshape({-1, own}), local, ignored, &ranks).view(labels.sizes());
+  return VocabularyCrossEntropy::apply(logits.reshape({-1, own}), local, ignored, &flat, &ranks).view(labels.sizes());
 }
 
 }  // namespace lockstep

@@ -121,10 +121,10 @@ class Pipeline {
   // device of its stages: what other ranks send is copied there. Microbatches differ by one example at most, and there
   // are fewer of them where there are fewer examples. But where the stages' parameters are sharded, or have experts,
   // all microbatches are computed, some without examples, and x may have none. The third step is collective over the
-  // whole mesh whose axis the ranks are. Throws InvalidArgument where gradients are off. Throws it also where labels of
-  // int64 in `target` are -100, the ignore_index of LibTorch's losses, unequally in the microbatches. The mean of a
-  // microbatch is then not over its examples. For such a loss, and every other that is not a mean over examples, give a
-  // sum and a weight.
+  // whole mesh whose axis the ranks are. Throws InvalidArgument where gradients are off, and where the pipeline's ranks
+  // give other numbers of examples. Throws it also where labels of int64 in `target` are -100, the ignore_index of
+  // LibTorch's losses, unequally in the microbatches. The mean of a microbatch is then not over its examples. For such
+  // a loss, and every other that is not a mean over examples, give a sum and a weight.
   double step(const Tensor& x, const Tensor& target, const PipelineLoss& loss);
 
   // A step for the loss that is `sum` over the batch, divided by `weight` of the batch's target. `sum` is called for

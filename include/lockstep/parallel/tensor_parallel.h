@@ -100,8 +100,9 @@ using ParallelPlan = std::vector<std::pair<std::string, ParallelStyle>>;
 // Only the first, second, fourth, eighth backward and so on compares the gradients.
 //
 // Collective, and so are forward and backward from then on: each rank computes the same operators in the same order,
-// with the same inputs. Where a rank's activations are not of the shape that a layer needs, its forward throws
-// InvalidArgument, which names the layer.
+// with the same inputs. A layer throws InvalidArgument where ranks give its whole input other values: its first,
+// second, fourth, eighth call and so on compares. It throws it also for activations that are not of the shape that it
+// needs.
 //
 // Throws InvalidArgument, on all ranks, where the ranks' modules or plans differ, and for a pattern that no name
 // matches. Throws it also for a layer that a style is not made for, sizes that the number of ranks does not divide, and
@@ -121,8 +122,8 @@ Tensor full_tensor(const Tensor& parameter);
 // The negative logarithm of the softmax at the label, for each example. Each rank has the logits of its part of the
 // classes, [..., classes / ranks]; labels are [...] of int64, the same on all ranks. The result [...] is the same on
 // all. Labels that are `ignore_index` give 0. Collective. Follows torch.distributed.tensor.parallel's loss_parallel.
-// Throws InvalidArgument for other shapes and dtypes, and for a label that is no class. Throws it also for logits that
-// are the same on all ranks: those are whole.
+// Throws InvalidArgument for other shapes and dtypes, for a label that is no class, and for labels that differ. Throws
+// it also for logits that are the same on all ranks: those are whole.
 Tensor vocabulary_parallel_cross_entropy(const Tensor& logits, const Tensor& labels, const Communicator& ranks,
                                          std::int64_t ignore_index = -100);
 

@@ -21,10 +21,20 @@ inline Mode resolved(const char* callback, Mode mode, const std::string& monitor
   const auto name = monitor.starts_with("val_") ? monitor.substr(4) : monitor;
   if (name == "loss") return Mode::min;
   const auto& compiled = *unwrap(model).compiled;
+  bool is_known = false;
+  std::vector<std::string> names{"loss"};
   for (const auto* metrics : {&compiled.metrics, &compiled.weighted_metrics}) {
     for (const auto& metric : *metrics) {
       if (metric.name() == name && metric.function().better() != Mode::automatic) return metric.function().better();
+      is_known |= metric.name() == name;
+      names.push_back(metric.name());
     }
+  }
+  if (!is_known) {
+    throw InvalidArgument(
+        text(callback, ": it monitors ", monitor, ", which no metric is called; there are ", join(names),
+             ", and these with val_ in front where fit validates. For a value that a callback of yours "
+             "adds to the logs pass .mode = Mode::max or Mode::min"));
   }
   throw InvalidArgument(text(callback, ": it monitors ", monitor, ", of which it is not known whether higher or lower ",
                              "is better: pass .mode = Mode::max or Mode::min"));
