@@ -263,7 +263,7 @@ DrawnResult run_program(std::uint64_t seed) {
   return result;
 }
 
-TEST(DrawnLoops, EqualAPlainLoopOrAreRefused) { check_drawn_programs({}, 100, 0.25, run_program); }
+TEST(DrawnLoops, EqualAPlainLoopOrAreRefused) { check_drawn_programs({}, 100, 0.05, run_program); }
 
 }  // namespace
 }  // namespace lockstep

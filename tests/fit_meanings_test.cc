@@ -59,6 +59,8 @@ TEST(Monitors, ModeAutomaticAsksTheMetric) {
   const auto [errors, restored] = fit(Mode::automatic, {.monitor = "val_mae"});
   EXPECT_EQ(restored, *std::min_element(errors.begin(), errors.end()));
   expect_says(message_of<InvalidArgument>([&] { fit(Mode::automatic, {.monitor = "val_r2"}); }), "pass .mode");
+  expect_says(message_of<InvalidArgument>([&] { fit(Mode::automatic, {.monitor = "val_mea"}); }),
+              "it monitors val_mea, which no metric is called; there are loss, ");
   Sequential model({Dense(1)});
   model.compile({.loss = "mse", .metrics = {Metric(std::make_shared<R2>(Mode::automatic))}});
   const ModelCheckpoint best(fresh_folder("fit_results", "best").string() + "/best",

@@ -46,6 +46,8 @@ class ShardedArchive {
   const std::string& path() const { return path_; }
   const Archive& main() const { return main_; }
 
+  bool has(const std::string& tensor) const { return main_.tensors.contains(tensor) || parts_.contains(tensor); }
+
   // A tensor's rows [begin, end), from the files that have them; a scalar has one row. Throws as read_archive, and
   // InvalidArgument where rows are missing.
   StoredTensor rows(const std::string& tensor, std::int64_t begin, std::int64_t end);

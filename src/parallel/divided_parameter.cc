@@ -143,17 +143,21 @@ Tensor embed_with_linear(const std::string& layer, const RowwiseParallel&, const
 // Multiplies by an embedding's weight as a linear layer to logits: each rank has some of the classes, or of the
 // features.
 std::optional<Tensor> tied_head(const std::string& layer, const RowwiseParallel& style, const Communicator& ranks,
-                                LinearCall call) {
+                                LinearCall call, const WholeInputs& inputs) {
   if (!is_whole(style.output)) return {};  // here nobody knows if x is divided too
+  inputs.check(call.x);
   if (!style.divided_logits) return linear(layer, ColwiseParallel{.output = Replicate()}, ranks, call);
   if (call.bias.defined() && call.bias.numel() != call.weight.size(0))
     call.bias = exchange(call.bias, ranks, Exchange::take_part, Exchange::gather, 0);
   return linear(layer, ColwiseParallel(), ranks, call);
 }
 std::optional<Tensor> tied_head(const std::string& layer, const ColwiseParallel&, const Communicator& ranks,
-                                const LinearCall& call) {
+                                const LinearCall& call, const WholeInputs& inputs) {
   RowwiseParallel head;
-  if (call.x.size(-1) != call.weight.size(1)) head.input = Replicate();
+  if (call.x.size(-1) != call.weight.size(1)) {
+    head.input = Replicate();
+    inputs.check(call.x);
+  }
   return linear(layer, head, ranks, call);
 }
 
@@ -246,9 +250,6 @@ bool DividedParameter::otherwise(const ops::OperatorCall& call, const ops::Argum
   return run_other_operator(*this, OtherOperators::on_part, call, place);
 }
 
-DividedLayer::DividedLayer(DividedFor what, Division division, const Tensor& whole, Communicator ranks)
-    : DividedParameter(std::move(what), division, whole, std::move(ranks)), inputs_(layer(), this->ranks()) {}
-
 bool DividedLayer::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
   return run_other_operator(*this, OtherOperators::on_whole, call, place);
 }
@@ -264,7 +265,7 @@ template <class Style>
 bool DividedLinear<Style>::run(const ops::OperatorCall& call, std::size_t i) {
   const auto operands = linear_call(call, i, weight_);
   if (!operands) return false;
-  if (is_whole(style_.input)) inputs().check(operands->x);
+  if (is_whole(style_.input)) inputs_.check(operands->x);
   call.finish(linear(layer(), style_, ranks(), *operands));
   return true;
 }
@@ -273,7 +274,7 @@ template <class Style>
 bool DividedLinear<Style>::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
   if (call.name() != "aten::embedding" || place.index != 0 || division().blocks > 1)
     return DividedLayer::otherwise(call, place);
-  inputs().check(call.tensor(1));
+  ids_.check(call.tensor(1));
   call.finish(embed_with_linear(layer(), style_, ranks(), embedding_call(call)));
   return true;
 }
@@ -290,7 +291,7 @@ DividedEmbedding<Style>::DividedEmbedding(DividedFor what, const Tensor& weight,
 template <class Style>
 bool DividedEmbedding<Style>::run(const ops::OperatorCall& call, std::size_t i) {
   if (call.name() != "aten::embedding" || i != 0) return false;
-  inputs().check(call.tensor(1));
+  ids_.check(call.tensor(1));
   call.finish(embed(layer(), style_, ranks(), embedding_call(call)));
   return true;
 }
@@ -298,7 +299,7 @@ bool DividedEmbedding<Style>::run(const ops::OperatorCall& call, std::size_t i) 
 template <class Style>
 bool DividedEmbedding<Style>::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
   const auto operands = linear_call(call, place.index, weight_);
-  auto logits = operands ? tied_head(layer(), style_, ranks(), *operands) : std::nullopt;
+  auto logits = operands ? tied_head(layer(), style_, ranks(), *operands, inputs_) : std::nullopt;
   if (!logits) return DividedLayer::otherwise(call, place);
   call.finish(std::move(*logits));
   return true;

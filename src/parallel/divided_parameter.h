@@ -91,14 +91,8 @@ class DividedParameter : public PartialParameter {
 // The hook of a layer's parameter, whose operators are known.
 class DividedLayer : public DividedParameter {
  public:
-  DividedLayer(DividedFor what, Division division, const Tensor& whole, Communicator ranks);
+  using DividedParameter::DividedParameter;
   bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
-
- protected:
-  const WholeInputs& inputs() const { return inputs_; }
-
- private:
-  const WholeInputs inputs_;
 };
 
 // The hook of a parameter that is divided, or partial; null for any other.
@@ -118,6 +112,8 @@ class DividedLinear final : public DividedLayer {
  private:
   const WeakParameter weight_;
   const Style style_;
+  // Of its uses as a linear layer, and as an embedding.
+  const WholeInputs inputs_{layer(), ranks()}, ids_{layer(), ranks()};
 };
 
 // Of a column-parallel layer's bias: the whole, where it is added to whole outputs. torch::nn::Linear adds it by an
@@ -145,6 +141,8 @@ class DividedEmbedding final : public DividedLayer {
  private:
   const WeakParameter weight_;
   const Style style_;
+  // Of its uses as a linear layer, and as an embedding.
+  const WholeInputs inputs_{layer(), ranks()}, ids_{layer(), ranks()};
 };
 
 // The hook of the weight of a linear layer that all ranks compute whole, and each uses for its part. Gradients of the

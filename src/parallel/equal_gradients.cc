@@ -2,16 +2,18 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <array>
-#include <atomic>
 #include <bit>
 #include <cmath>
 #include <memory>
+#include <utility>
 
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/watching_hook.h"
 #include "parallel/divided_parameter.h"
+#include "parallel/rehearsal_group.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -20,14 +22,21 @@ namespace {
 // that are no copies of each other differ by more.
 constexpr double kTolerance = 1e-2, kSame = 1e-6;
 
-// Two numbers that are equal for equal tensors: the norm, and the product with a vector of the norm's size that no
-// tensor resembles. Those of other values differ by about the norm of the difference.
+constexpr std::int64_t kChunk = std::int64_t{1} << 20;  // elements: that the copies in double precision stay small
+
+// Two numbers, the same for equal tensors: the norm, and the product with the cosines of 1, 2, 3, ..., which no tensor
+// resembles. Where tensors differ, the products do so by about the norm of the difference.
 std::array<double, 2> fingerprint(const Tensor& values) {
-  if (!values.defined() || values.layout() != at::kStrided || values.numel() == 0) return {0, 0};
+  if (!values.defined() || values.layout() != at::kStrided) return {0, 0};
   const at::NoGradGuard no_gradient;
-  const auto flat = values.detach().flatten().to(at::kDouble);
-  const auto other = at::arange(1, flat.numel() + 1, flat.options()).cos_();
-  return {flat.norm().item<double>(), flat.dot(other).item<double>()};
+  const auto flat = values.detach().reshape(-1);
+  double squares = 0, product = 0;
+  for (std::int64_t begin = 0; begin < flat.numel(); begin += kChunk) {
+    const auto part = flat.narrow(0, begin, std::min(kChunk, flat.numel() - begin)).to(at::kDouble);
+    squares += part.dot(part).item<double>();
+    product += part.dot(at::arange(begin + 1, begin + 1 + part.numel(), part.options()).cos_()).item<double>();
+  }
+  return {std::sqrt(squares), product};
 }
 
 // The largest of the ranks' numbers, and of the negated ones.
@@ -46,15 +55,25 @@ std::array<double, 2 * N> largest_of(std::array<double, N> mine, const Communica
 
 }  // namespace
 
+ComparedCalls::ComparedCalls(const Communicator& ranks)
+    : ranks_(ranks), none_(ranks.size() == 1 || Rehearsal::runs_on(ranks)), regroups_(ranks.regroups()) {}
+
+bool ComparedCalls::next_is_one() {
+  if (none_) return false;
+  const MutexLock lock(mutex_);
+  const auto regroups = ranks_.regroups();
+  if (std::exchange(regroups_, regroups) != regroups) calls_ = 0;
+  return std::has_single_bit(++calls_);
+}
+
 PartialGradients::PartialGradients(std::string whose, std::string remedy, const Communicator& ranks)
     : whose_(std::move(whose)),
       remedy_(std::move(remedy)),
       ranks_(ranks.with_purpose(Purpose(text("comparing the gradients ", whose_)))),
-      uses_(std::make_shared<std::atomic<std::uint64_t>>(0)) {}
+      uses_(std::make_shared<ComparedCalls>(ranks_)) {}
 
 Tensor PartialGradients::watched(const Tensor& used, const Tensor& input) const {
-  if (ranks_.size() == 1 || !used.requires_grad() || used.is_leaf()) return used;
-  if (!std::has_single_bit(++*uses_)) return used;
+  if (!used.requires_grad() || used.is_leaf() || !uses_->next_is_one()) return used;
   used.register_hook([whose = whose_, remedy = remedy_, ranks = ranks_,
                       of_input = fingerprint(input)](const Tensor& gradient) {
     const auto [norm, product] = fingerprint(gradient);
@@ -73,24 +92,24 @@ Tensor PartialGradients::watched(const Tensor& used, const Tensor& input) const 
   return used;
 }
 
-WholeInputs::WholeInputs(std::string layer, const Communicator& ranks)
-    : layer_(std::move(layer)),
-      ranks_(ranks.with_purpose(Purpose(text("comparing the inputs of ", layer_)))),
-      calls_(std::make_shared<std::atomic<std::uint64_t>>(0)) {}
+WholeInputs::WholeInputs(const std::string& layer, const Communicator& ranks)
+    : layer_(layer.empty() ? "the module" : layer),
+      ranks_(ranks.with_purpose(Purpose(text("comparing the inputs of ", layer_, ", for ", ranks.purpose().words())))),
+      calls_(std::make_shared<ComparedCalls>(ranks_)) {}
 
 void WholeInputs::check(const Tensor& input) const {
-  if (ranks_.size() == 1 || !std::has_single_bit(++*calls_)) return;
+  if (!calls_->next_is_one()) return;
   const auto [norm, product] = fingerprint(input);
   const auto largest = largest_of(std::array{norm, product, static_cast<double>(input.numel())}, ranks_);
   const auto differs = [&](std::size_t i, double by) { return largest[i] + largest[3 + i] > by; };
   const double rounding = kTolerance * largest[0];
-  if (!differs(0, rounding) && !differs(1, rounding) && !differs(2, 0)) return;
-  throw InvalidArgument(
-      text("the input of ", layer_, " differs between the ", ranks_.size(),
-           " ranks that divide the layer: its norm is ", norm, " on rank ", ranks_.rank(), ", and ", -largest[3],
-           " to ", largest[0], " on all, of ", -largest[5], " to ", largest[2],
-           " elements. They compute one batch together, so each must give the same examples, and dropout before "
-           "the layer must draw the same numbers; for other examples on each rank use an axis of the mesh for data"));
+  const bool of_other_sizes = differs(2, 0);
+  if (!differs(0, rounding) && !differs(1, rounding) && !of_other_sizes) return;
+  const auto how = of_other_sizes ? text("have ", -largest[5], " to ", largest[2], " elements") : "have other values";
+  throw InvalidArgument(text("the inputs that ", ranks_.size(), " ranks give ", layer_, " differ: they ", how,
+                             ". The ranks compute one batch together, so each must give the same examples, and dropout "
+                             "before the layer must draw the same numbers; for other examples on each rank use an "
+                             "axis of the mesh for data"));
 }
 
 void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, const std::string& whose) {
@@ -109,11 +128,11 @@ void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, co
 
 void watch_gradients(const Tensor& parameter, const std::string& name, const Communicator& ranks) {
   if (ranks.size() == 1) return;
-  const auto backwards = std::make_shared<std::atomic<std::uint64_t>>(0);
+  const auto backwards = std::make_shared<ComparedCalls>(ranks);
   const auto named = ranks.with_purpose(Purpose(text("comparing the gradients of ", name)));
   const c10::weak_intrusive_ptr<c10::TensorImpl> watched(parameter.getIntrusivePtr());  // which owns the hook
   ops::WatchingHook::add(parameter, [=](const Tensor& gradient) {
-    if (!std::has_single_bit(++*backwards)) return;
+    if (!backwards->next_is_one()) return;
     const auto leaf = watched.lock();
     if (!leaf || has_style(Tensor(leaf))) return;  // a later parallelize_module has divided it
     check_equal_gradients(gradient, named, text("of ", name, ", which all ranks have whole,"));

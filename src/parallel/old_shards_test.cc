@@ -75,7 +75,7 @@ std::string printed_by_training(bool of_shards) {
     auto net = make_two_layers();
     auto sharded = fully_shard(net, {group, 30});
     torch::optim::SGD sgd(of_shards ? sharded.parameters() : net->parameters(), torch::optim::SGDOptions(0.1));
-    for (int step = 0; step < 110; ++step) {
+    for (int step = 0; step < 1010; ++step) {
       sgd.zero_grad();
       sharded(torch::ones({4, 6}, at::kDouble)).pow(2).mean().backward();
       sgd.step();

@@ -127,7 +127,7 @@ struct Pipeline::State {
 
   // Links are of one pipeline alone: a rank that is in another one would wait on other links, to no end. So all first
   // tell what they begin, and whether ranks of other pipelines call the stages' modules together with these: modules
-  // may be sharded after they were made. Throws InvalidArgument, on all, where they have other numbers of examples.
+  // may be sharded after they were made. Throws InvalidArgument where they have other numbers of examples.
   // Collective.
   Called begin(Purpose purpose, const parallel::StepOverRanks::Layers& layers, std::int64_t examples) const {
     for (const auto& each : tied) each.check_not_sharded();

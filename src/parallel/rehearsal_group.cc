@@ -47,6 +47,10 @@ class Rehearsal::Backend final : public GroupBackend {
 
 Rehearsal::Rehearsal(int ranks, int rank) : backend_(std::make_shared<Backend>(ranks, rank)), ranks_(Group(backend_)) {}
 
+bool Rehearsal::runs_on(const Communicator& ranks) {
+  return dynamic_cast<const Backend*>(ranks.group().shared_backend().get()) != nullptr;
+}
+
 std::vector<Rehearsal::Counted> Rehearsal::take() { return backend_->take(); }
 
 }  // namespace lockstep::parallel

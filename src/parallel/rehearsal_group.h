@@ -20,6 +20,9 @@ class Rehearsal {
 
   explicit Rehearsal(int ranks, int rank = 0);
 
+  // True where the ranks are those of a Rehearsal.
+  static bool runs_on(const Communicator& ranks);
+
   const Communicator& ranks() const { return ranks_; }
 
   // What was called since the last `take`.

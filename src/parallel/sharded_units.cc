@@ -23,7 +23,7 @@
 namespace lockstep::parallel {
 namespace {
 
-constexpr int kMostUnchanged = 100;  // backwards: more than steps that accumulate gradients have
+constexpr int kMostUnchanged = 1000;  // backwards: more than steps that accumulate gradients have
 
 // Has a unit gathered when an operator reads one of its parameters.
 class UseUnit final : public ops::ParameterHook {
@@ -328,6 +328,7 @@ void ShardedUnits::finish_backward() {
   for_each_flat_shard([&](const FlatShard& flat) {
     for (std::size_t i = 0; i < flat.parameters().size(); ++i) taken.push_back(flat.has_taken(i) ? 1 : 0);
   });
+  taken.push_back(have_shards_changed() ? 1 : 0);
   const auto by_all = summed(comparing_gradients_, taken);
   auto next = by_all.begin();
   for_each_flat_shard([&](FlatShard& flat) {
@@ -338,16 +339,20 @@ void ShardedUnits::finish_backward() {
   backward_.reset();
   uses_before_ = std::exchange(uses_, {});
   release();
-  warn_of_unchanged_shards();
+  warn_of_unchanged_shards(by_all.back() > 0);
+}
+
+bool ShardedUnits::have_shards_changed() {
+  std::int64_t version = 0;
+  for_each_flat_shard([&](const FlatShard& flat) { version += flat.version(); });
+  return std::exchange(version_, version) != version;
 }
 
 // Gradients add up in vain where an optimizer has the module's own parameters.
-void ShardedUnits::warn_of_unchanged_shards() {
-  if (writes_ == nullptr) return;
-  std::int64_t version = 0;
-  for_each_flat_shard([&](const FlatShard& flat) { version += flat.version(); });
-  if (std::exchange(version_, version) != version) unchanged_ = 0;
-  if (++unchanged_ != kMostUnchanged || ranks_.rank() != 0) return;
+void ShardedUnits::warn_of_unchanged_shards(bool on_any_rank) {
+  unchanged_ = on_any_rank ? 0 : unchanged_ + 1;
+  if (unchanged_ < kMostUnchanged || writes_ == nullptr || std::exchange(has_warned_, true)) return;
+  if (ranks_.rank() != 0 || replicas().rank() != 0) return;
   log_warning(text("fully_shard: ", unchanged_,
                    " backwards have added to the gradients of the shards, and nothing has "
                    "changed the shards since: give optimizers the parameters() of what fully_shard returned, since the "

@@ -81,7 +81,8 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void reduce_complete_units();
   void finish_backward();
   void forget_backward();
-  void warn_of_unchanged_shards();
+  bool have_shards_changed();
+  void warn_of_unchanged_shards(bool on_any_rank);
   std::vector<double> summed(Purpose purpose, std::vector<double> values) const;
 
   const Communicator ranks_;
@@ -108,7 +109,8 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   double factor_ = 1;               // of this backward's gradients
   std::vector<Unit*> not_reduced_;  // in this backward, the next last
   std::int64_t version_ = 0;        // of all shards, after the last backward
-  int unchanged_ = 0;               // backwards since the shards have changed
+  int unchanged_ = 0;               // backwards since shards have changed on any rank
+  bool has_warned_ = false;         // of that
 };
 
 // Calls add(unit, name, keep) for the submodules that match one of the patterns, and then for the module. Throws

@@ -9,9 +9,15 @@
 #include <torch/optim/adamw.h>
 #include <torch/serialize.h>
 
+#include <array>
+#include <utility>
+#include <vector>
+
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
+#include "collective/ranks_testing.h"
 #include "lockstep/parallel/device_mesh.h"
+#include "parallel/equal_gradients.h"
 #include "parallel/transformer_testing.h"
 
 namespace lockstep::parallel {
@@ -129,23 +135,50 @@ TEST(TensorParallel, RefusesRanksThatGiveOtherInputs) {
     auto ids = make_transformer();
     parallelize_module(ids, group, plain_plan());
     expect_says(message_of<InvalidArgument>([&] { ids(make_batch(group.rank(), 3).ids); }),
-                "the input of 0.token differs between the 2 ranks that divide the layer: its norm is");
-    expect_says(message_of<InvalidArgument>([&] { ids(make_batch(0, 3 + group.rank()).ids); }), "of 36 to 48 elements");
+                "the inputs that 2 ranks give 0.token differ: they have other values");
+    expect_says(message_of<InvalidArgument>([&] { ids(make_batch(0, 3 + group.rank()).ids); }),
+                "they have 36 to 48 elements");
 
     torch::nn::Sequential features(torch::nn::Linear(6, 4), torch::nn::Tanh(), torch::nn::Linear(4, 2));
     parallelize_module(features, group, {{"0", ColwiseParallel()}, {"2", RowwiseParallel()}});
-    features->forward(x[0]);
-    expect_says(message_of<InvalidArgument>([&] { features->forward(x[group.rank()]); }),
-                "the input of 0 differs between the 2 ranks that divide the layer");
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      features->to(dtype);
+      features->forward(x[0].to(dtype));
+      features->forward(at::zeros({0, 6}, dtype));
+    }
+    for (int call = 5; call < 8; ++call) features->forward(x[group.rank()].to(at::kBFloat16));  // not compared
+    expect_says(message_of<InvalidArgument>([&] { features->forward(x[group.rank()].to(at::kBFloat16)); }),
+                "the inputs that 2 ranks give 0 differ");
   });
 }
 
+TEST(ComparedCalls, AreCountedAnewAfterARegroup) {
+  const auto groups = make_thread_groups(2), later = make_thread_groups(2);
+  const Communicator ranks(groups[0], 30);
+  ComparedCalls calls(ranks);
+  const auto next = [&] { return std::array{calls.next_is_one(), calls.next_is_one(), calls.next_is_one()}; };
+  EXPECT_EQ(next(), (std::array{true, true, false}));
+  ranks.regroup(later[0]);
+  EXPECT_EQ(next(), (std::array{true, true, false}));
+}
+
 TEST(TensorParallel, RefusesRanksThatGiveOtherLabels) {
+  using Labels = std::vector<std::int64_t>;
+  const auto logits = torch::randn({3, 4});
   collective::on_ranks(2, [&](const Group& group) {
-    const auto logits = torch::randn({3, 4}) + group.rank();
-    const auto labels = torch::tensor({1, 2, 5 + group.rank()}, at::kLong);
-    expect_says(message_of<InvalidArgument>([&] { vocabulary_parallel_cross_entropy(logits, labels, group); }),
-                "the labels differ between the 2 ranks that divide the classes");
+    for (const auto& [one, other] :
+         {std::pair(Labels{1, 2, 5}, Labels{1, 2, 6}), std::pair(Labels{2}, Labels{3}),
+          std::pair(Labels{3, 3, 3}, Labels{7, 7, 7}), std::pair(Labels{5, -100}, Labels{5, 0})}) {
+      for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16}) {
+        const auto loss = [&](const Labels& labels) {
+          const auto own = logits.narrow(0, 0, static_cast<std::int64_t>(labels.size())).to(dtype) + group.rank();
+          return vocabulary_parallel_cross_entropy(own, torch::tensor(labels), group);
+        };
+        loss(one);
+        expect_says(message_of<InvalidArgument>([&] { loss(group.rank() == 0 ? one : other); }),
+                    "the labels differ between the 2 ranks that divide the classes");
+      }
+    }
   });
 }
 

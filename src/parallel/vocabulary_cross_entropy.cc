@@ -25,16 +25,21 @@ void check_divided(const Tensor& own_largest, const Tensor& largest, const Tenso
            "torch::cross_entropy_loss for whole logits"));
 }
 
-// One number [1] that is the same for the same labels, and hardly for others.
-Tensor mark_of(const Tensor& labels) {
-  const auto numbers = labels.to(at::kDouble);
-  const auto product = numbers.dot(at::arange(1, numbers.numel() + 1, numbers.options()).cos_());
-  return (product / numbers.norm().clamp_min_(1)).reshape({1});
+// A hash of the labels, in numbers that every floating-point type has exactly: [4], of `options`.
+Tensor marks_of(const Tensor& labels, const at::TensorOptions& options) {
+  constexpr std::int64_t kOdd = 0x1e3779b97f4a7c15, kOther = 0x3f58476d1ce4e5b9;  // products are modulo 2^64
+  auto mixed = (labels + 1) * (at::arange(1, labels.numel() + 1, labels.options()) * kOdd);
+  mixed = mixed.bitwise_xor(mixed.bitwise_right_shift(29)) * kOther;
+  const auto sum = static_cast<std::uint64_t>(mixed.sum().item<std::int64_t>());
+  std::vector<float> bytes;
+  for (const int shift : {24, 32, 40, 48}) bytes.push_back(static_cast<float>((sum >> shift) & 255));
+  return at::tensor(bytes).to(options);
 }
 
-// `marks`: the largest of the ranks' numbers, and of the negated ones.
+// `marks`: the largest of the ranks' marks, and of the negated ones.
 void check_same_labels(const Tensor& marks, const Communicator& ranks) {
-  if (marks[0].item<double>() == -marks[1].item<double>()) return;
+  const auto half = marks.numel() / 2;
+  if (marks.narrow(0, 0, half).equal(-marks.narrow(0, half, half))) return;
   throw InvalidArgument(
       text("vocabulary_parallel_cross_entropy: the labels differ between the ", ranks.size(),
            " ranks that divide the classes: they compute one batch together, so each must give the same"));
@@ -46,11 +51,11 @@ struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& logits, const Tensor& labels,
                         const Tensor& ignored, const Tensor* all_labels, const Communicator* ranks) {
     const auto own_largest = logits.amax(-1);
-    const auto mark = mark_of(*all_labels).to(logits.scalar_type());
-    auto largest = at::cat({own_largest, mark, -mark});
-    all_reduce(ranks->group(), largest, ReduceOp::max, ranks->deadline());
-    check_same_labels(largest.narrow(0, largest.numel() - 2, 2), *ranks);
-    largest = largest.narrow(0, 0, own_largest.numel());
+    const auto marks = marks_of(*all_labels, logits.options());
+    const auto with_marks = at::cat({own_largest, marks, -marks});
+    all_reduce(ranks->group(), with_marks, ReduceOp::max, ranks->deadline());
+    const auto largest = with_marks.narrow(0, 0, own_largest.numel());
+    check_same_labels(with_marks.narrow(0, own_largest.numel(), 2 * marks.numel()), *ranks);
     auto softmax = (logits - largest.unsqueeze(-1)).exp_();
     const auto elsewhere = labels < 0;
     const auto at_label = logits.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1).masked_fill_(elsewhere, 0);

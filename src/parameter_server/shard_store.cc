@@ -185,7 +185,15 @@ std::int64_t ShardStore::restore(checkpoint::ShardedArchive& archive, const Save
     };
     const auto names = rows.tensors(states_);
     auto& state = states.emplace_back(Shard::State{.values = read(names[0]), .updates = steps.updates});
-    for (std::size_t k = 0; k < states_.size(); ++k) state.optimizer.push_back(read(names[1 + k]));
+    for (std::size_t k = 0; k < states_.size(); ++k) {
+      if (!archive.has(names[1 + k])) {
+        throw InvalidArgument(text("the checkpoint has no ", states_[k], " of the optimizer for ", rows.variable,
+                                   ", which is trained here: it was frozen when the checkpoint was saved, or the "
+                                   "optimizer was another one. To go on with that training, compile likewise; to begin "
+                                   "the optimizer anew, load the weights alone, by load_weights"));
+      }
+      state.optimizer.push_back(read(names[1 + k]));
+    }
   }
   restore_tables(tables_, states_, server_, archive, steps, chief.has_value());
   if (!chief) return last_transfer_;
