@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 #include <torch/nn/modules/linear.h>
 
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 
@@ -117,6 +118,10 @@ TEST(BadInput, Training) {
   expect_error<InvalidArgument>([&] { model.fit(small_data(3), {.verbose = 0}); },
                                 {"a label is 3", "3 outputs", "0 to 2"});
   expect_error<InvalidArgument>([&] { model.fit(small_data(-1), {.verbose = 0}); }, {"a label is -1"});
+  for (const double label : {0.5, std::nan("")}) {
+    const auto fractions = Dataset::from_tensor_slices(at::ones({4, 2}), at::full({4}, label)).batch(2);
+    expect_error<InvalidArgument>([&] { model.fit(fractions, {.verbose = 0}); }, {"labels are fractions"});
+  }
   const auto empty = Dataset::from_tensor_slices(at::ones({0, 2}), at::ones({0}, at::kLong)).batch(2);
   expect_error<InvalidArgument>([&] { model.fit(empty, {.verbose = 0}); }, {"yielded no batch"});
   expect_error<InvalidArgument>([&] { model.evaluate(empty); }, {"empty"});

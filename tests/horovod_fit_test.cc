@@ -142,6 +142,37 @@ TEST(RanksOfAnOptimizer, BeginWithTheSameParameters) {
   for (const auto& one : said) expect_says(one, "differ");
 }
 
+// Horovod's ranks have data of their own. Each begins with what it has, as its documents' programs do before a
+// broadcast.
+TEST(HorovodFit, RanksThatBeginApartAreRefused) {
+  const auto folder = fresh_folder("horovod_fit", "apart").string();
+  alone(2, adam(), folder + "/initial");
+  {
+    const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
+    auto model = make_model(at::kDouble, adam());
+    model.load_weights(folder + "/initial");
+    model.fit(data_of(0, 1), {.verbose = 0});
+    model.save_checkpoint(folder + "/trained");
+  }
+  on_ranks(2, [&](int rank) {
+    const auto said = [&](const std::function<void(Model&)>& begin) {
+      auto model = make_model(at::kDouble, hvd::DistributedOptimizer(adam()));
+      model.load_weights(folder + "/initial");
+      begin(model);
+      return message_of<InvalidArgument>([&] { model.fit(data_of(rank, 2), {.verbose = 0}); });
+    };
+    const auto only_root = [&](Model& model) {
+      if (rank == 0) model.load_checkpoint(folder + "/trained");
+    };
+    const auto only_root_its_steps = [&](Model& model) {
+      rank == 0 ? model.load_checkpoint(folder + "/trained") : model.load_weights(folder + "/trained");
+    };
+    expect_says(said(only_root), "first weights (give all those of one, by BroadcastGlobalVariablesCallback");
+    expect_says(said(only_root_its_steps), "starting points (broadcast what one restored");
+    expect_says(said([](Model&) {}), "nothing was thrown");
+  });
+}
+
 TEST(HorovodFit, BroadcastGivesAllWhatRootRestored) {
   const auto folder = fresh_folder("horovod_fit", "broadcast").string();
   on_ranks(2, [&](int rank) {

@@ -1,9 +1,11 @@
 // Checkpoints of models that are split over meshes: whole, exact, and for any other mesh.
 #include <lockstep/lockstep.h>
+
 #include <filesystem>
 
 #include "base/expect_says_testing.h"
 #include "base/text.h"
+#include "data/stored_tensor.h"
 #include "meshes.h"
 
 namespace lockstep {
@@ -166,6 +168,53 @@ TEST_P(SameMesh, FilesAreThoseOfOneDevice) {
       ASSERT_TRUE(all->tensors.contains(name)) << name;
       EXPECT_EQ(all->tensor(name).shape, tensor.shape) << name;
       EXPECT_EQ(all->tensor(name).dtype, tensor.dtype) << name;
+    }
+  }
+}
+
+// Each rank calls it.
+class SavesWeights : public Callback {
+ public:
+  explicit SavesWeights(std::string path) : path_(std::move(path)) {}
+  void on_epoch_end(int epoch, const Logs&) override { model().save_weights(text(path_, epoch + 1)); }
+  bool only_on_chief() const override { return false; }
+
+ private:
+  const std::string path_;
+};
+
+TEST_P(SameMesh, SavesTheWeightsOfEachEpochsEnd) {
+  constexpr int kEpochs = 3;
+  const auto data = make_sequences();
+  const bool of_layers = has_stages(GetParam());
+  std::vector<Results> expected(kEpochs);
+  on(
+      kOne,
+      [&](Model& model) {
+        for (auto& after : expected) {
+          train(model, data, 1);
+          after.add(model);
+        }
+      },
+      of_layers);
+  const auto path = file_of("epochs_" + GetParam().name);
+  on(
+      GetParam(),
+      [&](Model& model) {
+        train(model, data, kEpochs,
+              {ModelCheckpoint(path + "_full_{epoch}"),
+               ModelCheckpoint(path + "_background_{epoch}", {.background = true}),
+               ModelCheckpoint(path + "_weights_{epoch}", {.save_weights_only = true}),
+               SavesWeights(path + "_callback_")});
+      },
+      of_layers);
+  for (int epoch = 1; epoch <= kEpochs; ++epoch) {
+    for (const auto* const how : {"_full_", "_background_", "_weights_", "_callback_"}) {
+      const auto saved = read_archive(text(path, how, epoch));
+      for (const auto& [name, value] : expected[static_cast<std::size_t>(epoch - 1)].weights()) {
+        const auto difference = (data::from_stored(saved.tensor(name)) - value).abs().max().item<double>();
+        EXPECT_LT(difference, kTolerance) << name << how << epoch;
+      }
     }
   }
 }

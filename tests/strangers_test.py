@@ -35,6 +35,19 @@ def port_of(pid):
     return next(iter(ports_of(pid)), None)
 
 
+class Process:
+    """One that another process has started."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def poll(self):
+        return None if pathlib.Path(f"/proc/{self.pid}").exists() else 0
+
+
 class Jobs(unittest.TestCase):
     """What the tests of both tiers use."""
 
@@ -69,6 +82,16 @@ class Jobs(unittest.TestCase):
             if words[0] != "done":
                 self.assertLessEqual(int(words[1]), OPENING if words[0] == "heard" else ANSWER, line)
 
+    VARIABLES = {"EPOCHS": 8, "STEP_MS": 20, "VICTIM": 1, "STEP": 5, "PLACE": "print"}  # of WORKERS
+
+    def assert_trained_as_alone(self, outputs):
+        alone = self.start(WORKERS, environment={"EPOCHS": str(self.VARIABLES["EPOCHS"])})
+        self.assertEqual(alone.wait(LIMIT_S), 0, alone.output())
+        weights = lambda output: [float(word) for word in re.search(r"steps 160, weights (.*)", output)[1].split()]
+        for output in outputs:
+            for got, expected in zip(weights(output), weights(alone.output()), strict=True):
+                self.assertAlmostEqual(got, expected, delta=1e-9)
+
     def by_torchrun(self, program, rank, count=3, port=29500, **variables):
         """A rank as torchrun starts it, one on each of `count` nodes, which reach each other over TCP."""
         token = self.folder / "token"
@@ -91,9 +114,14 @@ class Jobs(unittest.TestCase):
         yield
         process.send_signal(signal.SIGCONT)
 
-    def stop_in_each_phase(self, program, run, saves, trains, **variables):
-        """The ranks of a job under torchrun, stopped before the store is held, while ranks join, in training, and while they save, with a stranger at the job's first port."""
-        start = lambda rank: self.by_torchrun(program, rank, TORCHELASTIC_RUN_ID=run, **variables)
+    def by_slurm(self, program, rank, number, count=3, **variables):
+        """A rank as Slurm starts it on this host."""
+        given = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0, "SLURM_STEP_NUM_TASKS": count, "SLURM_STEP_NODELIST": "here",
+                 "SLURM_STEP_TASKS_PER_NODE": count, "SLURM_JOB_ID": number, "SLURM_STEP_ID": 0, **variables}
+        return self.start(*program, environment={name: str(value) for name, value in given.items()})
+
+    def stop_in_each_phase(self, start, saves, trains):
+        """The ranks of a job, stopped before the store is held, while ranks join, in training, and while they save, with a stranger at the job's first port, which follows from the launcher's variables."""
         alone = start(0)
         first_port = wait_for(lambda: port_of(alone.pid))
         alone.kill()
@@ -186,26 +214,19 @@ class Strangers(Jobs):
             self.assertLessEqual(int(count), OPENING if what == "heard" else ANSWER, line)
             self.assertIn(begins, ([], ["b''"], ["b'LCKS'"]), line)
 
-    def ranks_by_slurm(self, number, count=3):
-        for rank in range(count):
-            yield self.start(SERVERS, "6", "1", environment={
-                "NUM_PS": "1", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "here",
-                "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_JOB_ID": str(number), "SLURM_STEP_ID": "0"})
-
     def test_a_relay_at_the_first_port_of_a_job_is_not_used(self):
         """The port follows from Slurm's numbers. The stranger takes it first, relays to the store and changes the addresses that it tells."""
-        number = os.getpid()
-        alone, = self.ranks_by_slurm(number, count=1)
+        start = lambda rank: self.by_slurm([SERVERS, "6", "1"], rank, os.getpid(), NUM_PS=1)
+        alone = start(0)
         port = wait_for(lambda: port_of(alone.pid))
         alone.kill()
         alone.wait()
 
         stranger = self.stranger()
         stranger.order("take", port)
-        ranks = self.ranks_by_slurm(number)
-        first = next(ranks)
+        first = start(0)
         stranger.order("try", wait_for(lambda: port_of(first.pid)))  # to which it relays from now on
-        ranks = [first, *ranks]
+        ranks = [first, start(1), start(2)]
         for rank in ranks:
             self.assertEqual(rank.wait(LIMIT_S), 0, rank.output())
         self.assertIn(f"steps {STEPS_AN_EPOCH * 6}, updates by a batch 6 to 6,", ranks[0].output())
@@ -217,14 +238,9 @@ class Strangers(Jobs):
         """They train what one process does, whatever the stranger tries meanwhile."""
         backup = self.folder / "backup"
         backup.mkdir()
-        variables = {"EPOCHS": 8, "STEP_MS": 20, "VICTIM": 1, "STEP": 5, "PLACE": "print"}
-        ranks = self.stop_in_each_phase([WORKERS], f"workers {os.getpid()}", backup, "step 5\n", FOLDER=self.folder, **variables)
-        alone = self.start(WORKERS, environment={"EPOCHS": "8"})
-        self.assertEqual(alone.wait(LIMIT_S), 0, alone.output())
-        weights = lambda process: [float(word) for word in re.search(r"steps 160, weights (.*)", process.output())[1].split()]
-        for rank in ranks.values():
-            for got, expected in zip(weights(rank), weights(alone), strict=True):
-                self.assertAlmostEqual(got, expected, delta=1e-9)
+        start = lambda rank: self.by_torchrun([WORKERS], rank, TORCHELASTIC_RUN_ID=f"workers {os.getpid()}", FOLDER=self.folder, **self.VARIABLES)
+        ranks = self.stop_in_each_phase(start, backup, "step 5\n")
+        self.assert_trained_as_alone([rank.output() for rank in ranks.values()])
 
 
 class MoreStrangers(Jobs):
@@ -232,8 +248,42 @@ class MoreStrangers(Jobs):
         """Each batch is applied once an epoch, whatever the stranger tries meanwhile."""
         backup = self.folder / "backup"
         backup.mkdir()
-        ranks = self.stop_in_each_phase([SERVERS, "20", "5"], f"servers {os.getpid()}", backup, "trains", NUM_PS=1, BACKUP=backup)
+        start = lambda rank: self.by_torchrun([SERVERS, "20", "5"], rank, TORCHELASTIC_RUN_ID=f"servers {os.getpid()}", NUM_PS=1, BACKUP=backup)
+        ranks = self.stop_in_each_phase(start, backup, "trains")
         self.assertIn(f"steps {STEPS_AN_EPOCH * 20}, updates by a batch 20 to 20,", ranks[0].output())
+
+    def test_servers_by_slurm_that_are_stopped(self):
+        backup = self.folder / "backup"
+        backup.mkdir()
+        start = lambda rank: self.by_slurm([SERVERS, "20", "5"], rank, os.getpid(), NUM_PS=1, BACKUP=backup)
+        ranks = self.stop_in_each_phase(start, backup, "trains")
+        self.assertIn(f"steps {STEPS_AN_EPOCH * 20}, updates by a batch 20 to 20,", ranks[0].output())
+
+    def test_workers_by_lockstep_run_that_are_stopped(self):
+        """The launcher holds the store. It and its ranks are stopped while they start, train and save."""
+        backup, logs = self.folder / "backup", self.folder / "logs"
+        backup.mkdir()
+        variables = {name: str(value) for name, value in {**self.VARIABLES, "FOLDER": self.folder}.items()}
+        launcher = self.start(LOCKSTEP, "run", "-n", "3", "--min-n", "3", "--log-dir", str(logs), WORKERS, environment=variables)
+        stranger = self.stranger()
+        log = lambda rank: (logs / f"rank-{rank}.log").read_text() if (logs / f"rank-{rank}.log").exists() else ""
+        attack = lambda *processes: stranger.order("try", *sorted({port for process in processes for port in ports_of(process.pid)}))
+        wait_for(lambda: ports_of(launcher.pid))
+        with self.stopped(launcher):
+            attack(launcher)
+        ranks = [Process(int(wait_for(lambda: re.search(r"worker at (\d+)", log(rank)))[1])) for rank in range(3)]
+        everybody = [launcher, *ranks]
+        for trains in (False, True):
+            if trains:
+                wait_for(lambda: "step 5\n" in log(1))
+            for process in everybody:
+                with self.stopped(process):
+                    attack(*everybody)
+        self.stop_in_a_save(ranks, backup, lambda: attack(*everybody))
+        self.assertEqual(launcher.wait(LIMIT_S), 0, launcher.output())
+        self.assert_trained_as_alone([log(rank) for rank in range(3)])
+        stranger.order("tell")
+        self.assert_learned_nothing(stranger.said)
 
     def test_a_port_that_is_told_and_taken(self):
         """Without torchrun's number of the run rank 0 listens at MASTER_PORT itself: it says that the port is taken, and the others speak to nobody."""

@@ -10,10 +10,12 @@
 #include <set>
 
 #include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 #include "benchmarks/models.h"
 #include "gradient/replicated_parameters.h"
 #include "strategy/strategy_impl.h"
 #include "strategy/unwrap.h"
+#include "tests/epoch_end.h"
 #include "tests/tpu_testing.h"
 
 namespace lockstep {
@@ -69,6 +71,15 @@ void expect_alike(const Result& a, const Result& b) {
 Model seed_cnn() {
   return Sequential(
       {Conv2D(8, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(), Dense(16, {.activation = "relu"}), Dense(10)});
+}
+
+TEST(Tpu, CallbacksSaveTheWeightsOfTheEpochsEnd) {
+  for (const int replicas : {1, 2}) {
+    SCOPED_TRACE(replicas);
+    const auto folder = fresh_folder("tpu_strategy", text("epoch_end", replicas)).string();
+    // Its programs sum losses in float32.
+    epoch_end::compare_epochs(tpu(replicas), folder, epoch_end::initial_line(folder), 1e-6);
+  }
 }
 
 class TpuReplicas : public testing::TestWithParam<int> {};
