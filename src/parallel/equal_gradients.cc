@@ -122,7 +122,8 @@ void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, co
            -largest[2], " to ", largest[0],
            " on all. Each rank uses the value for its own part of the activations. For a layer whose output the parts "
            "share, such as keys and values of multi-query attention, use the style ReplicateParallel; for one between "
-           "layers with divided sequences SequenceParallel; dropout of whole activations must draw the same numbers on "
+           "layers with divided sequences SequenceParallel; all ranks must have the same examples and labels, and "
+           "dropout of whole activations must draw the same numbers on "
            "all ranks"));
 }
 

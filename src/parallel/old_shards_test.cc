@@ -69,24 +69,54 @@ TEST(OldShards, AreRefusedAfterEachOptimizer) {
   }
 }
 
-std::string printed_by_training(bool of_shards) {
+template <class Step>
+std::string printed_by(int steps, const Step& step) {
   testing::internal::CaptureStderr();
   collective::on_ranks(2, [&](const Group& group) {
     auto net = make_two_layers();
     auto sharded = fully_shard(net, {group, 30});
-    torch::optim::SGD sgd(of_shards ? sharded.parameters() : net->parameters(), torch::optim::SGDOptions(0.1));
-    for (int step = 0; step < 1010; ++step) {
-      sgd.zero_grad();
-      sharded(torch::ones({4, 6}, at::kDouble)).pow(2).mean().backward();
-      sgd.step();
-    }
+    for (int i = 0; i < steps; ++i) step(sharded, net);
   });
   return testing::internal::GetCapturedStderr();
 }
 
-TEST(OldShards, AreWarnedOfWhereTheOptimizerHasTheModulesParameters) {
-  EXPECT_EQ(printed_by_training(true), "");
-  expect_says(printed_by_training(false), "give optimizers the parameters() of what fully_shard returned");
+TEST(OldShards, AreWarnedOfWhereTheModulesParametersAreUsedInTheirPlace) {
+  const auto backward = [](auto& sharded) { sharded(torch::ones({4, 6}, at::kDouble)).pow(2).mean().backward(); };
+  const auto step_of = [](const std::vector<at::Tensor>& of) {
+    torch::optim::SGD(of, torch::optim::SGDOptions(0.1)).step();
+  };
+  const auto clear = [](const std::vector<at::Tensor>& of) {
+    torch::optim::SGD(of, torch::optim::SGDOptions(0.1)).zero_grad();
+  };
+  EXPECT_EQ(printed_by(1010,
+                       [&](auto& sharded, auto&) {
+                         clear(sharded.parameters());
+                         backward(sharded);
+                         step_of(sharded.parameters());
+                       }),
+            "");
+  EXPECT_EQ(printed_by(20,
+                       [&](auto& sharded, auto&) {  // losses in turns, of which one accumulates between steps
+                         backward(sharded);
+                         clear(sharded.parameters());
+                         for (int i = 0; i < 3; ++i) backward(sharded);
+                         step_of(sharded.parameters());
+                       }),
+            "");
+  expect_says(printed_by(1010,
+                         [&](auto& sharded, auto& net) {
+                           clear(net->parameters());
+                           backward(sharded);
+                           step_of(net->parameters());
+                         }),
+              "give optimizers the parameters() of what fully_shard returned");
+  expect_says(printed_by(20,
+                         [&](auto& sharded, auto& net) {
+                           net->zero_grad();
+                           backward(sharded);
+                           step_of(sharded.parameters());
+                         }),
+              "call zero_grad() of the optimizer, since the module's own clears nothing");
 }
 
 }  // namespace

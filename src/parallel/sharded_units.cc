@@ -23,6 +23,7 @@
 namespace lockstep::parallel {
 namespace {
 
+constexpr int kMostNotCleared = 8;    // steps: more than losses in turns add to gradients of each other
 constexpr int kMostUnchanged = 1000;  // backwards: more than steps that accumulate gradients have
 
 // Has a unit gathered when an operator reads one of its parameters.
@@ -329,6 +330,7 @@ void ShardedUnits::finish_backward() {
     for (std::size_t i = 0; i < flat.parameters().size(); ++i) taken.push_back(flat.has_taken(i) ? 1 : 0);
   });
   taken.push_back(have_shards_changed() ? 1 : 0);
+  taken.push_back(are_gradients_left() ? 1 : 0);
   const auto by_all = summed(comparing_gradients_, taken);
   auto next = by_all.begin();
   for_each_flat_shard([&](FlatShard& flat) {
@@ -339,7 +341,20 @@ void ShardedUnits::finish_backward() {
   backward_.reset();
   uses_before_ = std::exchange(uses_, {});
   release();
-  warn_of_unchanged_shards(by_all.back() > 0);
+  left_.clear();
+  for (const auto& shard : shards_)
+    left_.emplace_back(shard.grad(), shard.grad().defined() ? shard.grad()._version() : 0);
+  warn_of_vain_steps(by_all.end()[-2] > 0, by_all.back() > 0);
+}
+
+// True where nobody has written gradients since the last backward.
+bool ShardedUnits::are_gradients_left() const {
+  for (std::size_t i = 0; i < left_.size(); ++i) {
+    const auto& now = shards_[i].grad();
+    const auto& [before, version] = left_[i];
+    if (now.defined() && now.is_same(before) && now._version() == version) return true;
+  }
+  return false;
 }
 
 bool ShardedUnits::have_shards_changed() {
@@ -348,11 +363,19 @@ bool ShardedUnits::have_shards_changed() {
   return std::exchange(version_, version) != version;
 }
 
-// Gradients add up in vain where an optimizer has the module's own parameters.
-void ShardedUnits::warn_of_unchanged_shards(bool on_any_rank) {
-  unchanged_ = on_any_rank ? 0 : unchanged_ + 1;
-  if (unchanged_ < kMostUnchanged || writes_ == nullptr || std::exchange(has_warned_, true)) return;
+// What a user does to the module's own parameters, which have neither values nor gradients, changes nothing.
+void ShardedUnits::warn_of_vain_steps(bool have_changed, bool are_left) {
+  unchanged_ = have_changed ? 0 : unchanged_ + 1;
+  not_cleared_ = !are_left ? 0 : have_changed ? not_cleared_ + 1 : not_cleared_;
+  const bool is_vain = unchanged_ >= kMostUnchanged, adds_up = not_cleared_ >= kMostNotCleared;
+  if ((!is_vain && !adds_up) || writes_ == nullptr || std::exchange(has_warned_, true)) return;
   if (ranks_.rank() != 0 || replicas().rank() != 0) return;
+  if (adds_up) {
+    log_warning(text("fully_shard: after each of ", not_cleared_,
+                     " steps gradients were added to those of the step "
+                     "before: call zero_grad() of the optimizer, since the module's own clears nothing of the shards"));
+    return;
+  }
   log_warning(text("fully_shard: ", unchanged_,
                    " backwards have added to the gradients of the shards, and nothing has "
                    "changed the shards since: give optimizers the parameters() of what fully_shard returned, since the "

@@ -82,7 +82,8 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void finish_backward();
   void forget_backward();
   bool have_shards_changed();
-  void warn_of_unchanged_shards(bool on_any_rank);
+  bool are_gradients_left() const;
+  void warn_of_vain_steps(bool have_changed, bool are_left);
   std::vector<double> summed(Purpose purpose, std::vector<double> values) const;
 
   const Communicator ranks_;
@@ -105,12 +106,14 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   gradient::BackwardWeights weights_{
       {.caller = "fully_shard", .object = "sharded", .weight = gradient::BackwardWeights::Weight::as_told_always}};
   std::optional<double> given_factor_;
-  std::optional<int> backward_;     // the graph task whose gradients are taken
-  double factor_ = 1;               // of this backward's gradients
-  std::vector<Unit*> not_reduced_;  // in this backward, the next last
-  std::int64_t version_ = 0;        // of all shards, after the last backward
-  int unchanged_ = 0;               // backwards since shards have changed on any rank
-  bool has_warned_ = false;         // of that
+  std::optional<int> backward_;                         // the graph task whose gradients are taken
+  double factor_ = 1;                                   // of this backward's gradients
+  std::vector<Unit*> not_reduced_;                      // in this backward, the next last
+  std::int64_t version_ = 0;                            // of all shards, after the last backward
+  int unchanged_ = 0;                                   // backwards since shards have changed on any rank
+  std::vector<std::pair<Tensor, std::uint32_t>> left_;  // [shard]: its gradient and the version of that, likewise
+  int not_cleared_ = 0;                                 // steps since gradients were cleared
+  bool has_warned_ = false;                             // of either
 };
 
 // Calls add(unit, name, keep) for the submodules that match one of the patterns, and then for the module. Throws

@@ -1,6 +1,7 @@
 // Softmax over classes that lie on several ranks (Shoeybi et al. 2019, section 3): the ranks exchange the largest logit
 // of each example, the sum of exponentials and the logit at the label, and not the logits.
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "base/text.h"
@@ -54,18 +55,21 @@ struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy
     const auto marks = marks_of(*all_labels, logits.options());
     const auto with_marks = at::cat({own_largest, marks, -marks});
     all_reduce(ranks->group(), with_marks, ReduceOp::max, ranks->deadline());
-    const auto largest = with_marks.narrow(0, 0, own_largest.numel());
     check_same_labels(with_marks.narrow(0, own_largest.numel(), 2 * marks.numel()), *ranks);
-    auto softmax = (logits - largest.unsqueeze(-1)).exp_();
+    // 16 bits hold logits, and no differences of them or sums.
+    const auto wide = at::toOpMathType(logits.scalar_type());
+    const auto largest = with_marks.narrow(0, 0, own_largest.numel()).to(wide);
+    auto softmax = (logits.to(wide) - largest.unsqueeze(-1)).exp_();
     const auto elsewhere = labels < 0;
-    const auto at_label = logits.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1).masked_fill_(elsewhere, 0);
+    const auto at_label =
+        logits.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1).to(wide).masked_fill_(elsewhere, 0);
     const auto sums = at::stack({softmax.sum(-1), at_label});
     const auto own_sums = sums[0].clone();
     all_reduce(ranks->group(), sums, ReduceOp::sum, ranks->deadline());
-    check_divided(own_largest, largest, own_sums, sums[0], logits, *ranks);
+    check_divided(own_largest, with_marks.narrow(0, 0, own_largest.numel()), own_sums, sums[0], logits, *ranks);
     softmax.div_(sums[0].unsqueeze(-1));
-    context->save_for_backward({softmax, labels, ignored});
-    return (sums[0].log() + largest - sums[1]).masked_fill_(ignored, 0);
+    context->save_for_backward({softmax.to(logits.scalar_type()), labels, ignored});
+    return (sums[0].log() + largest - sums[1]).to(logits.scalar_type()).masked_fill_(ignored, 0);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
