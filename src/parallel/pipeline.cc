@@ -143,9 +143,8 @@ struct Pipeline::State {
     ranks.group().run(call, ranks.deadline());
     if (largest[1] != -largest[2]) {
       throw InvalidArgument(text("Pipeline: rank ", ranks.rank(), " gives a batch of ", examples,
-                                 " examples, and all of "
-                                 "the pipeline give ",
-                                 -largest[2], " to ", largest[1], ": they must give the same batch"));
+                                 " examples, and all of the pipeline give ", -largest[2], " to ", largest[1],
+                                 ": they must give the same batch"));
     }
     return static_cast<Called>(largest[0]);
   }

@@ -342,8 +342,10 @@ void ShardedUnits::finish_backward() {
   uses_before_ = std::exchange(uses_, {});
   release();
   left_.clear();
-  for (const auto& shard : shards_)
-    left_.emplace_back(shard.grad(), shard.grad().defined() ? shard.grad()._version() : 0);
+  for (const auto& shard : shards_) {
+    const auto& gradient = shard.grad();
+    left_.emplace_back(gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0);
+  }
   warn_of_vain_steps(by_all.end()[-2] > 0, by_all.back() > 0);
 }
 
@@ -352,7 +354,7 @@ bool ShardedUnits::are_gradients_left() const {
   for (std::size_t i = 0; i < left_.size(); ++i) {
     const auto& now = shards_[i].grad();
     const auto& [before, version] = left_[i];
-    if (now.defined() && now.is_same(before) && now._version() == version) return true;
+    if (now.defined() && now.unsafeGetTensorImpl() == before && now._version() == version) return true;
   }
   return false;
 }

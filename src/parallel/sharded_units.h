@@ -106,14 +106,15 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   gradient::BackwardWeights weights_{
       {.caller = "fully_shard", .object = "sharded", .weight = gradient::BackwardWeights::Weight::as_told_always}};
   std::optional<double> given_factor_;
-  std::optional<int> backward_;                         // the graph task whose gradients are taken
-  double factor_ = 1;                                   // of this backward's gradients
-  std::vector<Unit*> not_reduced_;                      // in this backward, the next last
-  std::int64_t version_ = 0;                            // of all shards, after the last backward
-  int unchanged_ = 0;                                   // backwards since shards have changed on any rank
-  std::vector<std::pair<Tensor, std::uint32_t>> left_;  // [shard]: its gradient and the version of that, likewise
-  int not_cleared_ = 0;                                 // steps since gradients were cleared
-  bool has_warned_ = false;                             // of either
+  std::optional<int> backward_;     // the graph task whose gradients are taken
+  double factor_ = 1;               // of this backward's gradients
+  std::vector<Unit*> not_reduced_;  // in this backward, the next last
+  std::int64_t version_ = 0;        // of all shards, after the last backward
+  int unchanged_ = 0;               // backwards since shards have changed on any rank
+  // [shard]: its gradient then, which is only compared, and the version of that.
+  std::vector<std::pair<const at::TensorImpl*, std::uint32_t>> left_;
+  int not_cleared_ = 0;      // steps since gradients were cleared
+  bool has_warned_ = false;  // of either
 };
 
 // Calls add(unit, name, keep) for the submodules that match one of the patterns, and then for the module. Throws
