@@ -244,20 +244,18 @@ class Strangers(Jobs):
 
 
 class MoreStrangers(Jobs):
-    def test_servers_by_torchrun_that_are_stopped(self):
+    def train_servers_that_are_stopped(self, start):
         """Each batch is applied once an epoch, whatever the stranger tries meanwhile."""
         backup = self.folder / "backup"
         backup.mkdir()
-        start = lambda rank: self.by_torchrun([SERVERS, "20", "5"], rank, TORCHELASTIC_RUN_ID=f"servers {os.getpid()}", NUM_PS=1, BACKUP=backup)
-        ranks = self.stop_in_each_phase(start, backup, "trains")
+        ranks = self.stop_in_each_phase(lambda rank: start([SERVERS, "20", "5"], rank, NUM_PS=1, BACKUP=backup), backup, "trains")
         self.assertIn(f"steps {STEPS_AN_EPOCH * 20}, updates by a batch 20 to 20,", ranks[0].output())
 
+    def test_servers_by_torchrun_that_are_stopped(self):
+        self.train_servers_that_are_stopped(lambda *rank, **variables: self.by_torchrun(*rank, TORCHELASTIC_RUN_ID=f"servers {os.getpid()}", **variables))
+
     def test_servers_by_slurm_that_are_stopped(self):
-        backup = self.folder / "backup"
-        backup.mkdir()
-        start = lambda rank: self.by_slurm([SERVERS, "20", "5"], rank, os.getpid(), NUM_PS=1, BACKUP=backup)
-        ranks = self.stop_in_each_phase(start, backup, "trains")
-        self.assertIn(f"steps {STEPS_AN_EPOCH * 20}, updates by a batch 20 to 20,", ranks[0].output())
+        self.train_servers_that_are_stopped(lambda *rank, **variables: self.by_slurm(*rank, os.getpid(), **variables))
 
     def test_workers_by_lockstep_run_that_are_stopped(self):
         """The launcher holds the store. It and its ranks are stopped while they start, train and save."""

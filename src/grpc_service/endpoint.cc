@@ -135,22 +135,28 @@ class TlsDoor final : public Door {
  private:
   void accept(UnprovenConnections& unproven) {
     constexpr auto kLongestPoll = transport::Acceptor::kLongestPoll;
-    for (bool has_room = true;;) {
-      pollfd polls[] = {{stop_.get(), POLLIN, 0}, {has_room ? listener_.get() : -1, POLLIN, 0}};
-      poll(polls, 2, has_room && unproven.empty() ? -1 : kLongestPoll);
+    while (true) {
+      pollfd polls[] = {{stop_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
+      poll(polls, 2, unproven.empty() ? -1 : kLongestPoll);
       if (polls[0].revents != 0) return;
-      has_room = unproven.make_room();
-      if (!has_room || polls[1].revents == 0) continue;
-      FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      has_room = socket.open() || (errno != EMFILE && errno != ENFILE);
-      if (!socket.open()) continue;
-      transport::send_at_once(socket);
-      unproven.add(socket);
-      ToServer::NewConnectionParameters connection;
-      connection.listener_fd = listener_.get();
-      connection.fd = socket.release();
-      to_server_->HandleNewConnection(&connection);
+      unproven.forget();
+      const bool one_waits = polls[1].revents != 0;
+      if (one_waits && !take_one(unproven)) poll(polls, 1, kLongestPoll);  // it waits until there is room
     }
+  }
+
+  // False where there is no room for another connection, or this process can have no more descriptors.
+  bool take_one(UnprovenConnections& unproven) {
+    if (!unproven.make_room()) return false;
+    FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket.open()) return errno != EMFILE && errno != ENFILE;
+    transport::send_at_once(socket);
+    if (!unproven.add(socket)) return false;
+    ToServer::NewConnectionParameters connection;
+    connection.listener_fd = listener_.get();
+    connection.fd = socket.release();
+    to_server_->HandleNewConnection(&connection);
+    return true;
   }
 
   const FileDescriptor listener_, stop_;

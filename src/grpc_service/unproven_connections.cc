@@ -59,13 +59,16 @@ bool has_sent(const FileDescriptor& socket) {
   return getsockopt(socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) == 0 && info.tcpi_bytes_received > 0;
 }
 
+void end(const FileDescriptor& socket) { shutdown(socket.get(), SHUT_RDWR); }
+
 }  // namespace
 
-void UnprovenConnections::add(const FileDescriptor& socket) {
+bool UnprovenConnections::add(const FileDescriptor& socket) {
   FileDescriptor copy(fcntl(socket.get(), F_DUPFD_CLOEXEC, 0));
-  if (!copy.open()) return;
+  if (!copy.open()) return false;
   MutexLock lock(mutex_);
   connections_.insert_or_assign(peer_of(socket), Connection{std::move(copy), Deadline::Clock::now()});
+  return true;
 }
 
 void UnprovenConnections::prove(const std::string& peer) {
@@ -74,17 +77,25 @@ void UnprovenConnections::prove(const std::string& peer) {
   if (found != connections_.end()) found->second.has_proved = true;
 }
 
-bool UnprovenConnections::make_room() {
-  const auto now = Deadline::Clock::now();
-  const auto end = [](const Connection& connection) { shutdown(connection.copy.get(), SHUT_RDWR); };
+void UnprovenConnections::forget() {
   MutexLock lock(mutex_);
-  std::erase_if(connections_, [&](const auto& entry) {
+  forget(connections_, Deadline::Clock::now());
+}
+
+void UnprovenConnections::forget(Connections& connections, Deadline::Clock::time_point now) {
+  std::erase_if(connections, [&](const auto& entry) {
     const auto& connection = entry.second;
     if (connection.has_proved || has_ended(connection.copy)) return true;
     if (now - connection.since <= kToProve) return false;
-    end(connection);
+    end(connection.copy);
     return true;
   });
+}
+
+bool UnprovenConnections::make_room() {
+  const auto now = Deadline::Clock::now();
+  MutexLock lock(mutex_);
+  forget(connections_, now);
   if (connections_.size() < most_) return true;
   auto last = connections_.end();
   for (const bool silent : {true, false}) {
@@ -97,7 +108,7 @@ bool UnprovenConnections::make_room() {
     }
   }
   if (last == connections_.end()) return false;
-  end(last->second);
+  end(last->second.copy);
   connections_.erase(last);
   static RepeatedWarning warning;
   warning.log(text("turned a connection away: more than ", most_,

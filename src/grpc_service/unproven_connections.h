@@ -16,21 +16,25 @@ namespace lockstep::grpc_service {
 
 // gRPC has these connections and makes their TLS handshakes. Their number is bounded, as that of handshakes in
 // transport/acceptor.h. So strangers, who need no certificate to connect, do not use up this process's descriptors. One
-// thread accepts, and calls `add` and `make_room`; any thread may call the others.
+// thread accepts, and calls `add`, `forget` and `make_room`; any thread may call the others.
 class UnprovenConnections {
  public:
-  // `most`: so many at a time.
+  // `most`: so many at a time. Each has two descriptors, gRPC's and a copy that is kept here: gRPC tells nobody when it
+  // closes its own.
   explicit UnprovenConnections(std::size_t most) : most_(most) {}
 
-  // Remembers a connection by a copy of its descriptor, before gRPC gets it.
-  void add(const FileDescriptor& socket);
+  // Remembers a connection by a copy of its descriptor, before gRPC gets it. False where there can be no copy: it is
+  // for nobody then, since nothing would end it.
+  [[nodiscard]] bool add(const FileDescriptor& socket);
 
   // A call from `peer`, as gRPC names it ("ipv4:127.0.0.1:4000"), has proved that it has the token.
   void prove(const std::string& peer);
 
-  // Forgets the connections that have proved that, or have ended. Ends those that have exceeded their time. Where there
-  // are too many, ends the oldest that has sent nothing, else the oldest that is slow. False where there is room for
-  // none.
+  // Forgets the connections that have proved that, or have ended. Ends those that have exceeded their time.
+  void forget();
+
+  // Calls `forget` for one that waits to be accepted. Where there are too many, ends the oldest that has sent nothing,
+  // else the oldest that is slow. False where there is room for none.
   bool make_room();
 
   bool empty() const;
@@ -41,10 +45,12 @@ class UnprovenConnections {
     Deadline::Clock::time_point since;
     bool has_proved = false;
   };
+  using Connections = std::map<std::string, Connection>;  // [peer]
+  static void forget(Connections& connections, Deadline::Clock::time_point now);
 
   const std::size_t most_;
   mutable Mutex mutex_;
-  std::map<std::string, Connection> connections_ LOCKSTEP_GUARDED_BY(mutex_);  // [peer]
+  Connections connections_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
 }  // namespace lockstep::grpc_service

@@ -48,8 +48,8 @@ class Unproven : public testing::TestWithParam<std::pair<std::string, std::strin
 TEST_P(Unproven, ThoseThatProveMakeRoomAndAreKept) {
   UnprovenConnections connections(2);
   const auto one = link(), other = link();
-  connections.add(one.server);
-  connections.add(other.server);
+  ASSERT_TRUE(connections.add(one.server));
+  ASSERT_TRUE(connections.add(other.server));
   EXPECT_FALSE(connections.make_room());  // neither has exceeded its time
   connections.prove(one.peer);
   EXPECT_TRUE(connections.make_room());
@@ -62,7 +62,7 @@ TEST_P(Unproven, ThoseThatProveMakeRoomAndAreKept) {
 TEST_P(Unproven, OneThatHasEndedMakesRoom) {
   UnprovenConnections connections(1);
   const auto one = link();
-  connections.add(one.server);
+  ASSERT_TRUE(connections.add(one.server));
   EXPECT_FALSE(connections.make_room());
   shutdown(one.server.get(), SHUT_RDWR);  // as gRPC does
   EXPECT_TRUE(connections.make_room());
@@ -75,8 +75,8 @@ TEST(UnprovenConnections, AFullOneEndsTheOldestThatIsSilentBeforeOneThatIsSlow) 
   UnprovenConnections connections(2);
   const auto slow = link(), silent = link();
   ::send(slow.stranger.get(), "hello", 5, 0);
-  connections.add(slow.server);
-  connections.add(silent.server);
+  ASSERT_TRUE(connections.add(slow.server));
+  ASSERT_TRUE(connections.add(silent.server));
   const auto wait_for_room = [&] {
     const auto deadline = Deadline::after(std::chrono::seconds(20));
     while (!connections.make_room() && !deadline.passed()) usleep(1000);
@@ -86,10 +86,27 @@ TEST(UnprovenConnections, AFullOneEndsTheOldestThatIsSilentBeforeOneThatIsSlow) 
   EXPECT_FALSE(slow.is_ended());
   const auto next = link();
   ::send(next.stranger.get(), "hello", 5, 0);
-  connections.add(next.server);
+  ASSERT_TRUE(connections.add(next.server));
   wait_for_room();
   EXPECT_TRUE(slow.is_ended());
   EXPECT_FALSE(next.is_ended());
+}
+
+// A process of the job may be slow, and only needs its place where another connection waits for that.
+TEST(UnprovenConnections, AFullOneEndsNoneWhereNoneWaits) {
+  const auto listener = transport::listen_at("127.0.0.1:0", {});
+  UnprovenConnections connections(1);
+  const auto silent = Link::make(listener, "127.0.0.1");
+  ASSERT_TRUE(connections.add(silent.server));
+  const auto longer_than_it_may_be_silent = Deadline::after(std::chrono::milliseconds(150));
+  while (!longer_than_it_may_be_silent.passed()) {
+    connections.forget();
+    usleep(1000);
+  }
+  EXPECT_FALSE(silent.is_ended());
+  EXPECT_FALSE(connections.empty());
+  EXPECT_TRUE(connections.make_room());
+  EXPECT_TRUE(silent.is_ended());
 }
 
 INSTANTIATE_TEST_SUITE_P(Addresses, Unproven,

@@ -112,7 +112,7 @@ class DividedLinear final : public DividedLayer {
  private:
   const WeakParameter weight_;
   const Style style_;
-  // Of its uses as a linear layer, and as an embedding.
+  // The inputs of its uses as a linear layer, and as an embedding.
   const WholeInputs inputs_{layer(), ranks()}, ids_{layer(), ranks()};
 };
 
@@ -141,7 +141,7 @@ class DividedEmbedding final : public DividedLayer {
  private:
   const WeakParameter weight_;
   const Style style_;
-  // Of its uses as a linear layer, and as an embedding.
+  // The inputs of its uses as a linear layer, and as an embedding.
   const WholeInputs inputs_{layer(), ranks()}, ids_{layer(), ranks()};
 };
 

@@ -1,6 +1,7 @@
 #include "parallel/known_shards.h"
 
 #include <algorithm>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
@@ -9,64 +10,58 @@
 namespace lockstep::parallel {
 namespace {
 
-class KnownShards {
- public:
-  void add(const Tensor& shard, const Communicator& ranks, std::shared_ptr<const PartialParameter> of) {
-    MutexLock lock(mutex_);
-    shards_.insert_or_assign(shard.unsafeGetTensorImpl(), Known{ranks, std::move(of)});
-  }
-  void remove(const Tensor& shard) {
-    MutexLock lock(mutex_);
-    shards_.erase(shard.unsafeGetTensorImpl());
-  }
-  // Null for a tensor that is no shard.
-  const GroupBackend* group_of(const Tensor& tensor) {
-    MutexLock lock(mutex_);
-    const auto found = shards_.find(tensor.unsafeGetTensorImpl());
-    return found == shards_.end() ? nullptr : found->second.ranks.group().shared_backend().get();
-  }
-  std::shared_ptr<const PartialParameter> partial_of(const Tensor& tensor) {
-    MutexLock lock(mutex_);
-    const auto found = shards_.find(tensor.unsafeGetTensorImpl());
-    return found == shards_.end() ? nullptr : found->second.of;
-  }
+struct Known {
+  Communicator ranks;
+  std::shared_ptr<const PartialParameter> of;
+};
 
- private:
-  struct Known {
-    Communicator ranks;
-    std::shared_ptr<const PartialParameter> of;
-  };
-  Mutex mutex_;
-  std::unordered_map<const at::TensorImpl*, Known> shards_ LOCKSTEP_GUARDED_BY(mutex_);
+struct Table {
+  Mutex mutex;
+  std::unordered_map<const at::TensorImpl*, Known> shards LOCKSTEP_GUARDED_BY(mutex);
 };
 
 // Never destroyed: an object of static storage may end later.
-KnownShards& known_shards() {
-  static auto* const shards = new KnownShards;
-  return *shards;
+Table& table() {
+  static auto* const all = new Table;
+  return *all;
+}
+
+std::optional<Known> known(const Tensor& tensor) {
+  auto& all = table();
+  const MutexLock lock(all.mutex);
+  const auto found = all.shards.find(tensor.unsafeGetTensorImpl());
+  return found == all.shards.end() ? std::nullopt : std::optional(found->second);
 }
 
 }  // namespace
 
 void know_shard(const Tensor& shard, const Communicator& ranks, std::shared_ptr<const PartialParameter> of) {
-  known_shards().add(shard, ranks, std::move(of));
+  auto& all = table();
+  const MutexLock lock(all.mutex);
+  all.shards.insert_or_assign(shard.unsafeGetTensorImpl(), Known{ranks, std::move(of)});
 }
 
-void forget_shard(const Tensor& shard) { known_shards().remove(shard); }
+void forget_shard(const Tensor& shard) {
+  auto& all = table();
+  const MutexLock lock(all.mutex);
+  all.shards.erase(shard.unsafeGetTensorImpl());
+}
 
 bool any_is_shard(const std::vector<Tensor>& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(),
-                     [](const auto& tensor) { return known_shards().group_of(tensor) != nullptr; });
+  return std::any_of(tensors.begin(), tensors.end(), [](const auto& tensor) { return known(tensor).has_value(); });
 }
 
 bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ranks) {
-  const auto* const group = ranks.group().shared_backend().get();
-  return std::any_of(tensors.begin(), tensors.end(),
-                     [&](const auto& tensor) { return known_shards().group_of(tensor) == group; });
+  const auto group = ranks.group().shared_backend();
+  return std::any_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
+    const auto shard = known(tensor);
+    return shard && shard->ranks.group().shared_backend() == group;
+  });
 }
 
 std::shared_ptr<const PartialParameter> partial_of_shard(const Tensor& tensor) {
-  return known_shards().partial_of(tensor);
+  const auto shard = known(tensor);
+  return shard ? shard->of : nullptr;
 }
 
 }  // namespace lockstep::parallel

@@ -15,7 +15,8 @@ class PartialParameter;
 void know_shard(const Tensor& shard, const Communicator& ranks, std::shared_ptr<const PartialParameter> of);
 void forget_shard(const Tensor& shard);
 
-// Whether one of the tensors is a shard, or one of which these ranks have the other parts.
+// True where one of the tensors is a shard. The second function asks for a shard of which these ranks have the other
+// parts.
 bool any_is_shard(const std::vector<Tensor>& tensors);
 bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ranks);
 

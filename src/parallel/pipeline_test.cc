@@ -299,7 +299,7 @@ TEST(Pipeline, LeavesFrozenTiedParametersWithoutGradients) {
   });
 }
 
-// What a step throws on each rank; empty where nothing is thrown.
+// The text of what a step throws, by rank; empty where a step throws nothing.
 std::vector<std::string> errors_of(const std::function<void(Pipeline& pipeline, int rank)>& step) {
   std::vector<std::string> errors(2);
   collective::on_ranks(2, [&](const Group& group) {

@@ -23,9 +23,6 @@
 namespace lockstep::parallel {
 namespace {
 
-constexpr int kMostNotCleared = 8;    // steps: more than losses in turns add to gradients of each other
-constexpr int kMostUnchanged = 1000;  // backwards: more than steps that accumulate gradients have
-
 // Has a unit gathered when an operator reads one of its parameters.
 class UseUnit final : public ops::ParameterHook {
  public:
@@ -346,7 +343,10 @@ void ShardedUnits::finish_backward() {
     const auto& gradient = shard.grad();
     left_.emplace_back(gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0);
   }
-  warn_of_vain_steps(by_all.end()[-2] > 0, by_all.back() > 0);
+  const auto warning = vain_steps_.after_backward(by_all.end()[-2] > 0, by_all.back() > 0);
+  const bool counts_writes = writes_ != nullptr;
+  if (counts_writes && !warning.empty() && ranks_.rank() == 0 && replicas().rank() == 0)
+    log_warning("fully_shard: " + warning);
 }
 
 // True where nobody has written gradients since the last backward.
@@ -365,23 +365,22 @@ bool ShardedUnits::have_shards_changed() {
   return std::exchange(version_, version) != version;
 }
 
-// What a user does to the module's own parameters, which have neither values nor gradients, changes nothing.
-void ShardedUnits::warn_of_vain_steps(bool have_changed, bool are_left) {
+std::string VainSteps::after_backward(bool have_changed, bool are_left) {
+  constexpr int kMostNotCleared = 8;    // steps: more than losses in turns add to gradients of each other
+  constexpr int kMostUnchanged = 1000;  // backwards: more than steps that accumulate gradients have
   unchanged_ = have_changed ? 0 : unchanged_ + 1;
   not_cleared_ = !are_left ? 0 : have_changed ? not_cleared_ + 1 : not_cleared_;
-  const bool is_vain = unchanged_ >= kMostUnchanged, adds_up = not_cleared_ >= kMostNotCleared;
-  if ((!is_vain && !adds_up) || writes_ == nullptr || std::exchange(has_warned_, true)) return;
-  if (ranks_.rank() != 0 || replicas().rank() != 0) return;
+  const bool adds_up = not_cleared_ >= kMostNotCleared;
+  if ((!adds_up && unchanged_ < kMostUnchanged) || std::exchange(has_warned_, true)) return {};
   if (adds_up) {
-    log_warning(text("fully_shard: after each of ", not_cleared_,
-                     " steps gradients were added to those of the step "
-                     "before: call zero_grad() of the optimizer, since the module's own clears nothing of the shards"));
-    return;
+    return text("after each of ", not_cleared_,
+                " steps gradients were added to those of the step before: call "
+                "zero_grad() of the optimizer, since the module's own clears nothing of the shards");
   }
-  log_warning(text("fully_shard: ", unchanged_,
-                   " backwards have added to the gradients of the shards, and nothing has "
-                   "changed the shards since: give optimizers the parameters() of what fully_shard returned, since the "
-                   "module's own have neither values nor gradients"));
+  return text(unchanged_,
+              " backwards have added to the gradients of the shards, and nothing has changed the shards "
+              "since: give optimizers the parameters() of what fully_shard returned, since the module's own have "
+              "neither values nor gradients");
 }
 
 std::vector<double> ShardedUnits::summed(Purpose purpose, std::vector<double> values) const {

@@ -18,6 +18,20 @@ class Module;
 
 namespace lockstep::parallel {
 
+// Finds steps in which a user has the module's own parameters in the place of the shards, so that an optimizer changes
+// nothing, or gradients are never cleared.
+class VainSteps {
+ public:
+  // Returns a warning, once; else nothing. `have_changed`: since the backward before, any rank's shards have.
+  // `are_left`: nobody has written any rank's gradients since then.
+  std::string after_backward(bool have_changed, bool are_left);
+
+ private:
+  int unchanged_ = 0;    // backwards since shards have changed
+  int not_cleared_ = 0;  // steps since gradients were cleared
+  bool has_warned_ = false;
+};
+
 class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
  public:
   ShardedUnits(const Communicator& ranks, FullyShardOptions options);
@@ -83,7 +97,6 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void forget_backward();
   bool have_shards_changed();
   bool are_gradients_left() const;
-  void warn_of_vain_steps(bool have_changed, bool are_left);
   std::vector<double> summed(Purpose purpose, std::vector<double> values) const;
 
   const Communicator ranks_;
@@ -110,11 +123,9 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   double factor_ = 1;               // of this backward's gradients
   std::vector<Unit*> not_reduced_;  // in this backward, the next last
   std::int64_t version_ = 0;        // of all shards, after the last backward
-  int unchanged_ = 0;               // backwards since shards have changed on any rank
   // [shard]: its gradient then, which is only compared, and the version of that.
   std::vector<std::pair<const at::TensorImpl*, std::uint32_t>> left_;
-  int not_cleared_ = 0;      // steps since gradients were cleared
-  bool has_warned_ = false;  // of either
+  VainSteps vain_steps_;
 };
 
 // Calls add(unit, name, keep) for the submodules that match one of the patterns, and then for the module. Throws
