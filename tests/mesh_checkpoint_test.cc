@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 #include "base/text.h"
 #include "data/stored_tensor.h"
 #include "meshes.h"
@@ -197,7 +198,7 @@ TEST_P(SameMesh, SavesTheWeightsOfEachEpochsEnd) {
         }
       },
       of_layers);
-  const auto path = file_of("epochs_" + GetParam().name);
+  const auto path = (fresh_folder("mesh_checkpoint", GetParam().name) / "saved").string();
   on(
       GetParam(),
       [&](Model& model) {

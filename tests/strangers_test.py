@@ -258,7 +258,7 @@ class MoreStrangers(Jobs):
         self.train_servers_that_are_stopped(lambda *rank, **variables: self.by_slurm(*rank, os.getpid(), **variables))
 
     def test_workers_by_lockstep_run_that_are_stopped(self):
-        """The launcher holds the store. It and its ranks are stopped while they start, train and save."""
+        """The launcher holds the store. It and its ranks are stopped while they start, train and save. The stranger dials them all: nothing is dialled that it could take and replay."""
         backup, logs = self.folder / "backup", self.folder / "logs"
         backup.mkdir()
         variables = {name: str(value) for name, value in {**self.VARIABLES, "FOLDER": self.folder}.items()}

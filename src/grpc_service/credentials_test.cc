@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -129,6 +130,32 @@ TEST_F(Tls, TheServerWantsACertificateOfItsJob) {
   EXPECT_FALSE(connects(""));
 }
 
+bool is_ended(const FileDescriptor& socket) {
+  char byte = 0;
+  return recv(socket.get(), &byte, 1, MSG_DONTWAIT) == 0;
+}
+
+// A process of the job may be slow, and only needs its place where another connection waits for that.
+TEST_F(Tls, AFullServerEndsNoneWhereNoneWaits) {
+  const auto ours = certified("ours");
+  const auto endpoint = serve("127.0.0.1:0", ours, {.models = models_});
+  const auto address = called_address(endpoint->address(), ours, "ps 0");
+  std::vector<FileDescriptor> silent;
+  const auto come = [&] {
+    std::string problem;
+    silent.push_back(transport::connect_once(address, soon(), problem));
+    ASSERT_TRUE(silent.back().open()) << problem;
+  };
+  while (silent.size() < transport::most_that_prove()) come();
+  for (const auto a_while = Deadline::after(std::chrono::milliseconds(400)); !a_while.passed(); usleep(1000)) {
+  }
+  EXPECT_TRUE(std::none_of(silent.begin(), silent.end(), is_ended));
+  come();
+  for (const auto deadline = soon(); !is_ended(silent[0]) && !deadline.passed(); usleep(1000)) {
+  }
+  EXPECT_EQ(std::count_if(silent.begin(), silent.end(), is_ended), 1);
+}
+
 // As many strangers as may be without proof at a time begin the TLS handshake. They do not use up the server's
 // descriptors, and a process of the job reaches the server beside them. A connection that has made a call stays.
 TEST_F(Tls, StrangersHoldABoundedNumberOfConnections) {
@@ -161,10 +188,6 @@ TEST_F(Tls, StrangersHoldABoundedNumberOfConnections) {
   }
   for (const auto& [endpoint, channel, strangers] : all) {
     // The server's ends, of which the first make room for the last.
-    const auto is_ended = [](const FileDescriptor& socket) {
-      char byte = 0;
-      return recv(socket.get(), &byte, 1, MSG_DONTWAIT) == 0;
-    };
     for (const auto deadline = soon(); !is_ended(strangers[99]) && !deadline.passed();) usleep(1000);
     EXPECT_TRUE(is_ended(strangers[99]));
     EXPECT_FALSE(is_ended(strangers.back()));

@@ -151,7 +151,7 @@ class TlsDoor final : public Door {
     FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket.open()) return errno != EMFILE && errno != ENFILE;
     transport::send_at_once(socket);
-    if (!unproven.add(socket)) return false;
+    unproven.add(socket);
     ToServer::NewConnectionParameters connection;
     connection.listener_fd = listener_.get();
     connection.fd = socket.release();

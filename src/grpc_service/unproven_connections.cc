@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <chrono>
@@ -63,18 +64,16 @@ void end(const FileDescriptor& socket) { shutdown(socket.get(), SHUT_RDWR); }
 
 }  // namespace
 
-bool UnprovenConnections::add(const FileDescriptor& socket) {
-  FileDescriptor copy(fcntl(socket.get(), F_DUPFD_CLOEXEC, 0));
-  if (!copy.open()) return false;
+void UnprovenConnections::add(const FileDescriptor& socket) {
+  dup3(socket.get(), reserved_.get(), O_CLOEXEC);
   MutexLock lock(mutex_);
-  connections_.insert_or_assign(peer_of(socket), Connection{std::move(copy), Deadline::Clock::now()});
-  return true;
+  connections_.emplace(peer_of(socket), Connection{std::move(reserved_), Deadline::Clock::now()});
 }
 
 void UnprovenConnections::prove(const std::string& peer) {
   MutexLock lock(mutex_);
-  const auto found = connections_.find(with_brackets(peer));
-  if (found != connections_.end()) found->second.has_proved = true;
+  const auto [first, last] = connections_.equal_range(with_brackets(peer));
+  for (auto i = first; i != last; ++i) i->second.has_proved = true;
 }
 
 void UnprovenConnections::forget() {
@@ -93,6 +92,8 @@ void UnprovenConnections::forget(Connections& connections, Deadline::Clock::time
 }
 
 bool UnprovenConnections::make_room() {
+  if (!reserved_.open()) reserved_ = FileDescriptor(eventfd(0, EFD_CLOEXEC));
+  if (!reserved_.open()) return false;
   const auto now = Deadline::Clock::now();
   MutexLock lock(mutex_);
   forget(connections_, now);

@@ -23,9 +23,9 @@ class UnprovenConnections {
   // closes its own.
   explicit UnprovenConnections(std::size_t most) : most_(most) {}
 
-  // Remembers a connection by a copy of its descriptor, before gRPC gets it. False where there can be no copy: it is
-  // for nobody then, since nothing would end it.
-  [[nodiscard]] bool add(const FileDescriptor& socket);
+  // Remembers a connection by a copy of its descriptor, before gRPC gets the connection. After a
+  // make_room that returned true.
+  void add(const FileDescriptor& socket);
 
   // A call from `peer`, as gRPC names it ("ipv4:127.0.0.1:4000"), has proved that it has the token.
   void prove(const std::string& peer);
@@ -33,8 +33,9 @@ class UnprovenConnections {
   // Forgets the connections that have proved that, or have ended. Ends those that have exceeded their time.
   void forget();
 
-  // Calls `forget` for one that waits to be accepted. Where there are too many, ends the oldest that has sent nothing,
-  // else the oldest that is slow. False where there is room for none.
+  // To be called only when another connection waits to be accepted. Calls `forget`. Where there are still too many,
+  // ends the oldest that has sent nothing, else the oldest that is slow. False where there is no room, or no descriptor
+  // for the copy.
   bool make_room();
 
   bool empty() const;
@@ -45,10 +46,11 @@ class UnprovenConnections {
     Deadline::Clock::time_point since;
     bool has_proved = false;
   };
-  using Connections = std::map<std::string, Connection>;  // [peer]
+  using Connections = std::multimap<std::string, Connection>;  // [peer], which may be connected to several addresses
   static void forget(Connections& connections, Deadline::Clock::time_point now);
 
   const std::size_t most_;
+  FileDescriptor reserved_;  // becomes the next copy
   mutable Mutex mutex_;
   Connections connections_ LOCKSTEP_GUARDED_BY(mutex_);
 };

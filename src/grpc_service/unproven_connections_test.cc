@@ -1,6 +1,7 @@
 #include "grpc_service/unproven_connections.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -37,6 +38,11 @@ struct Link {
   }
 };
 
+void accept_into(UnprovenConnections& connections, const FileDescriptor& socket) {
+  ASSERT_TRUE(connections.make_room());
+  connections.add(socket);
+}
+
 // The parameters are the host at which the server listens, and the address that is dialled.
 class Unproven : public testing::TestWithParam<std::pair<std::string, std::string>> {
  protected:
@@ -48,8 +54,8 @@ class Unproven : public testing::TestWithParam<std::pair<std::string, std::strin
 TEST_P(Unproven, ThoseThatProveMakeRoomAndAreKept) {
   UnprovenConnections connections(2);
   const auto one = link(), other = link();
-  ASSERT_TRUE(connections.add(one.server));
-  ASSERT_TRUE(connections.add(other.server));
+  accept_into(connections, one.server);
+  accept_into(connections, other.server);
   EXPECT_FALSE(connections.make_room());  // neither has exceeded its time
   connections.prove(one.peer);
   EXPECT_TRUE(connections.make_room());
@@ -62,7 +68,7 @@ TEST_P(Unproven, ThoseThatProveMakeRoomAndAreKept) {
 TEST_P(Unproven, OneThatHasEndedMakesRoom) {
   UnprovenConnections connections(1);
   const auto one = link();
-  ASSERT_TRUE(connections.add(one.server));
+  accept_into(connections, one.server);
   EXPECT_FALSE(connections.make_room());
   shutdown(one.server.get(), SHUT_RDWR);  // as gRPC does
   EXPECT_TRUE(connections.make_room());
@@ -75,8 +81,8 @@ TEST(UnprovenConnections, AFullOneEndsTheOldestThatIsSilentBeforeOneThatIsSlow) 
   UnprovenConnections connections(2);
   const auto slow = link(), silent = link();
   ::send(slow.stranger.get(), "hello", 5, 0);
-  ASSERT_TRUE(connections.add(slow.server));
-  ASSERT_TRUE(connections.add(silent.server));
+  accept_into(connections, slow.server);
+  accept_into(connections, silent.server);
   const auto wait_for_room = [&] {
     const auto deadline = Deadline::after(std::chrono::seconds(20));
     while (!connections.make_room() && !deadline.passed()) usleep(1000);
@@ -86,7 +92,7 @@ TEST(UnprovenConnections, AFullOneEndsTheOldestThatIsSilentBeforeOneThatIsSlow) 
   EXPECT_FALSE(slow.is_ended());
   const auto next = link();
   ::send(next.stranger.get(), "hello", 5, 0);
-  ASSERT_TRUE(connections.add(next.server));
+  accept_into(connections, next.server);
   wait_for_room();
   EXPECT_TRUE(slow.is_ended());
   EXPECT_FALSE(next.is_ended());
@@ -97,7 +103,7 @@ TEST(UnprovenConnections, AFullOneEndsNoneWhereNoneWaits) {
   const auto listener = transport::listen_at("127.0.0.1:0", {});
   UnprovenConnections connections(1);
   const auto silent = Link::make(listener, "127.0.0.1");
-  ASSERT_TRUE(connections.add(silent.server));
+  accept_into(connections, silent.server);
   const auto longer_than_it_may_be_silent = Deadline::after(std::chrono::milliseconds(150));
   while (!longer_than_it_may_be_silent.passed()) {
     connections.forget();
@@ -107,6 +113,23 @@ TEST(UnprovenConnections, AFullOneEndsNoneWhereNoneWaits) {
   EXPECT_FALSE(connections.empty());
   EXPECT_TRUE(connections.make_room());
   EXPECT_TRUE(silent.is_ended());
+}
+
+// Another connection waits then, and is not lost.
+TEST(UnprovenConnections, ThereIsNoRoomWithoutADescriptor) {
+  const auto listener = transport::listen_at("127.0.0.1:0", {});
+  UnprovenConnections connections(2);
+  const auto one = Link::make(listener, "127.0.0.1"), other = Link::make(listener, "127.0.0.1");
+  accept_into(connections, one.server);
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const FileDescriptor next(dup(0));
+  const rlimit none{static_cast<rlim_t>(next.get()), before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  EXPECT_FALSE(connections.make_room());
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  accept_into(connections, other.server);
+  EXPECT_FALSE(one.is_ended() || other.is_ended());
 }
 
 INSTANTIATE_TEST_SUITE_P(Addresses, Unproven,

@@ -39,6 +39,12 @@ std::array<double, 2> fingerprint(const Tensor& values) {
   return {std::sqrt(squares), product};
 }
 
+// True of a gradient of rounding errors alone, as of a bias of keys, or one before BatchNorm. Ranks may round
+// otherwise.
+bool is_noise(double norm, const Tensor& gradient) {
+  return !(norm > (gradient.scalar_type() == at::kDouble ? 1e-12 : 1e-6));
+}
+
 // The largest of the ranks' numbers, and of the negated ones.
 template <std::size_t N>
 std::array<double, 2 * N> largest_of(std::array<double, N> mine, const Communicator& ranks) {
@@ -79,9 +85,8 @@ Tensor PartialGradients::watched(const Tensor& used, const Tensor& input) const 
     const auto [norm, product] = fingerprint(gradient);
     const auto largest = largest_of(std::array{norm, product, of_input[0], of_input[1]}, ranks);
     const auto differs = [&](std::size_t i, double of) { return !(largest[i] + largest[4 + i] <= kSame * of); };
-    // A gradient of rounding errors alone, as of the bias of keys, may be the same by chance.
-    const double noise = gradient.scalar_type() == at::kDouble ? 1e-12 : 1e-6;
-    if (!(largest[0] > noise) || differs(0, largest[0]) || differs(1, largest[0])) return;
+    if (is_noise(largest[0], gradient)) return;  // which may be the same by chance
+    if (differs(0, largest[0]) || differs(1, largest[0])) return;
     if (differs(2, largest[2]) || differs(3, largest[2])) return;
     throw InvalidArgument(text(
         "the gradient ", whose, " is the same on all ", ranks.size(), " ranks, of norm ", largest[0],
@@ -116,7 +121,8 @@ void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, co
   const auto [norm, product] = fingerprint(gradient);
   const auto largest = largest_of(std::array{norm, product}, ranks);
   const double difference = std::max(largest[0] + largest[2], largest[1] + largest[3]);
-  if (!(difference > kTolerance * largest[0])) return;  // also with gradients that are no numbers
+  // Gradients that are no numbers are let through.
+  if (!(difference > kTolerance * largest[0]) || is_noise(largest[0], gradient)) return;
   throw InvalidArgument(
       text("the gradient ", whose, " differs between ranks: its norm is ", norm, " on rank ", ranks.rank(), ", and ",
            -largest[2], " to ", largest[0],

@@ -50,6 +50,7 @@ double FullyShardedParameters::clip_grad_norm(double max_norm, const Communicato
   for (const auto& shard : parameters()) {
     if (factor != 1 && shard.grad().defined()) shard.mutable_grad().mul_(factor);
   }
+  state_->units->note_gradients();
   return norm;
 }
 

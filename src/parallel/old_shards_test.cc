@@ -103,6 +103,14 @@ TEST(OldShards, AreWarnedOfWhereTheModulesParametersAreUsedInTheirPlace) {
                          step_of(sharded.parameters());
                        }),
             "");
+  EXPECT_EQ(printed_by(20,
+                       [&](auto& sharded, auto&) {  // an optimizer of some: the others' gradients add up unused
+                         const std::vector<at::Tensor> some{sharded.parameters().back()};
+                         clear(some);
+                         backward(sharded);
+                         step_of(some);
+                       }),
+            "");
   expect_says(printed_by(1010,
                          [&](auto& sharded, auto& net) {
                            clear(net->parameters());
@@ -110,13 +118,16 @@ TEST(OldShards, AreWarnedOfWhereTheModulesParametersAreUsedInTheirPlace) {
                            step_of(net->parameters());
                          }),
               "give optimizers the parameters() of what fully_shard returned");
-  expect_says(printed_by(20,
-                         [&](auto& sharded, auto& net) {
-                           net->zero_grad();
-                           backward(sharded);
-                           step_of(sharded.parameters());
-                         }),
-              "call zero_grad() of the optimizer, since the module's own clears nothing");
+  for (const bool clips : {false, true}) {
+    expect_says(printed_by(20,
+                           [&](auto& sharded, auto& net) {
+                             net->zero_grad();
+                             backward(sharded);
+                             if (clips) sharded.clip_grad_norm(1e-3);
+                             step_of(sharded.parameters());
+                           }),
+                "call zero_grad() of the optimizer, since the module's own clears nothing");
+  }
 }
 
 }  // namespace

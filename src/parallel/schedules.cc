@@ -26,9 +26,9 @@ PipelineSchedule begin(const char* name, int ranks, int stages, int microbatches
 
 PipelineSchedule begin_one_stage_a_rank(const char* name, int ranks, int stages, int microbatches) {
   if (stages != ranks) {
-    throw InvalidArgument(text(
-        name, ": ", stages, " stages on ", ranks,
-        " ranks; it needs one stage a rank; start as many processes, for example by `lockstep run -n ", stages, "`"));
+    throw InvalidArgument(text(name, ": ", stages, " stages on ", ranks,
+                               " ranks; it needs one stage a rank: give the pipeline ", stages,
+                               " ranks, or cut the model into ", ranks, ranks == 1 ? " stage" : " stages"));
   }
   return begin(name, ranks, stages, microbatches);
 }

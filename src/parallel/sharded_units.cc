@@ -327,7 +327,7 @@ void ShardedUnits::finish_backward() {
     for (std::size_t i = 0; i < flat.parameters().size(); ++i) taken.push_back(flat.has_taken(i) ? 1 : 0);
   });
   taken.push_back(have_shards_changed() ? 1 : 0);
-  taken.push_back(are_gradients_left() ? 1 : 0);
+  taken.push_back(is_any_cleared() ? 1 : 0);
   const auto by_all = summed(comparing_gradients_, taken);
   auto next = by_all.begin();
   for_each_flat_shard([&](FlatShard& flat) {
@@ -338,25 +338,33 @@ void ShardedUnits::finish_backward() {
   backward_.reset();
   uses_before_ = std::exchange(uses_, {});
   release();
-  left_.clear();
-  for (const auto& shard : shards_) {
-    const auto& gradient = shard.grad();
-    left_.emplace_back(gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0);
-  }
+  note_gradients();
   const auto warning = vain_steps_.after_backward(by_all.end()[-2] > 0, by_all.back() > 0);
   const bool counts_writes = writes_ != nullptr;
   if (counts_writes && !warning.empty() && ranks_.rank() == 0 && replicas().rank() == 0)
     log_warning("fully_shard: " + warning);
 }
 
-// True where nobody has written gradients since the last backward.
-bool ShardedUnits::are_gradients_left() const {
-  for (std::size_t i = 0; i < left_.size(); ++i) {
-    const auto& now = shards_[i].grad();
-    const auto& [before, version] = left_[i];
-    if (now.defined() && now.unsafeGetTensorImpl() == before && now._version() == version) return true;
-  }
-  return false;
+void ShardedUnits::note_gradients() {
+  left_.clear();
+  for_each_flat_shard([&](const FlatShard& flat) {
+    for (std::size_t i = 0; i < flat.parameters().size(); ++i) left_.push_back(noted(flat.shard(i).grad()));
+  });
+}
+
+// True where a gradient to which this backward adds was cleared, or written, since note_gradients.
+bool ShardedUnits::is_any_cleared() const {
+  bool is_any = false;
+  std::size_t next = 0;
+  for_each_flat_shard([&](const FlatShard& flat) {
+    for (std::size_t i = 0; i < flat.parameters().size(); ++i) {
+      const auto place = next++;
+      if (!flat.has_taken(i) || flat.shard(i).numel() == 0) continue;
+      const auto& gradient = flat.shard(i).grad();
+      is_any = is_any || !gradient.defined() || place >= left_.size() || noted(gradient) != left_[place];
+    }
+  });
+  return is_any;
 }
 
 bool ShardedUnits::have_shards_changed() {
@@ -365,18 +373,17 @@ bool ShardedUnits::have_shards_changed() {
   return std::exchange(version_, version) != version;
 }
 
-std::string VainSteps::after_backward(bool have_changed, bool are_left) {
+std::string VainSteps::after_backward(bool have_changed, bool is_any_cleared) {
   constexpr int kMostNotCleared = 8;    // steps: more than losses in turns add to gradients of each other
   constexpr int kMostUnchanged = 1000;  // backwards: more than steps that accumulate gradients have
   unchanged_ = have_changed ? 0 : unchanged_ + 1;
-  not_cleared_ = !are_left ? 0 : have_changed ? not_cleared_ + 1 : not_cleared_;
-  const bool adds_up = not_cleared_ >= kMostNotCleared;
-  if ((!adds_up && unchanged_ < kMostUnchanged) || std::exchange(has_warned_, true)) return {};
-  if (adds_up) {
+  not_cleared_ = is_any_cleared ? 0 : have_changed ? not_cleared_ + 1 : not_cleared_;
+  if (not_cleared_ >= kMostNotCleared && !std::exchange(has_warned_of_gradients_, true)) {
     return text("after each of ", not_cleared_,
                 " steps gradients were added to those of the step before: call "
                 "zero_grad() of the optimizer, since the module's own clears nothing of the shards");
   }
+  if (unchanged_ < kMostUnchanged || std::exchange(has_warned_of_shards_, true)) return {};
   return text(unchanged_,
               " backwards have added to the gradients of the shards, and nothing has changed the shards "
               "since: give optimizers the parameters() of what fully_shard returned, since the module's own have "

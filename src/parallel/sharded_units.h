@@ -23,13 +23,13 @@ namespace lockstep::parallel {
 class VainSteps {
  public:
   // Returns a warning, once; else nothing. `have_changed`: since the backward before, any rank's shards have.
-  // `are_left`: nobody has written any rank's gradients since then.
-  std::string after_backward(bool have_changed, bool are_left);
+  // `is_any_cleared`: since then, any rank's gradient to which this backward adds was.
+  std::string after_backward(bool have_changed, bool is_any_cleared);
 
  private:
   int unchanged_ = 0;    // backwards since shards have changed
   int not_cleared_ = 0;  // steps since gradients were cleared
-  bool has_warned_ = false;
+  bool has_warned_of_shards_ = false, has_warned_of_gradients_ = false;
 };
 
 class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
@@ -47,6 +47,9 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   // old. This is for users who call the module past FullySharded, which releases the values before each forward.
   void count_writes() { writes_ = std::make_shared<std::atomic<std::int64_t>>(0); }
   gradient::BackwardWeights& weights() { return weights_; }
+
+  // To be called after every write to gradients that does not clear them.
+  void note_gradients();
 
   // Forgets a step that broke off, since another rank was lost.
   void abandon();
@@ -96,7 +99,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void finish_backward();
   void forget_backward();
   bool have_shards_changed();
-  bool are_gradients_left() const;
+  bool is_any_cleared() const;
   std::vector<double> summed(Purpose purpose, std::vector<double> values) const;
 
   const Communicator ranks_;
@@ -123,8 +126,12 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   double factor_ = 1;               // of this backward's gradients
   std::vector<Unit*> not_reduced_;  // in this backward, the next last
   std::int64_t version_ = 0;        // of all shards, after the last backward
-  // [shard]: its gradient then, which is only compared, and the version of that.
-  std::vector<std::pair<const at::TensorImpl*, std::uint32_t>> left_;
+  // A gradient, which is only compared, and its version.
+  using Noted = std::pair<const at::TensorImpl*, std::uint32_t>;
+  static Noted noted(const Tensor& gradient) {
+    return {gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0};
+  }
+  std::vector<Noted> left_;  // [shard], as the last backward or clip_grad_norm left it
   VainSteps vain_steps_;
 };
 

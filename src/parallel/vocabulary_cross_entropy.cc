@@ -67,8 +67,11 @@ struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy
     const auto own_sums = sums[0].clone();
     all_reduce(ranks->group(), sums, ReduceOp::sum, ranks->deadline());
     check_divided(own_largest, with_marks.narrow(0, 0, own_largest.numel()), own_sums, sums[0], logits, *ranks);
-    softmax.div_(sums[0].unsqueeze(-1));
-    context->save_for_backward({softmax.to(logits.scalar_type()), labels, ignored});
+    // Softmax less one at the label, which is small where the model is sure: 16 bits hold it only once it is
+    // subtracted.
+    auto derivative = softmax.div_(sums[0].unsqueeze(-1));
+    derivative.scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), elsewhere.to(wide).sub_(1).unsqueeze(-1));
+    context->save_for_backward({derivative.to(logits.scalar_type()), ignored});
     return (sums[0].log() + largest - sums[1]).to(logits.scalar_type()).masked_fill_(ignored, 0);
   }
 
@@ -77,12 +80,9 @@ struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy
     if (at::GradMode::is_enabled())
       throw InvalidArgument("vocabulary_parallel_cross_entropy cannot be differentiated twice");
     const auto saved = context->get_saved_variables();
-    const auto &softmax = saved[0], &labels = saved[1], &ignored = saved[2];
+    const auto &derivative = saved[0], &ignored = saved[1];
     const auto gradient = gradients[0].masked_fill(ignored, 0).unsqueeze(-1);
-    auto result = softmax * gradient;
-    const auto at_label = gradient.masked_fill((labels < 0).unsqueeze(-1), 0);
-    result.scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), -at_label);
-    return {result, Tensor(), Tensor(), Tensor(), Tensor()};
+    return {derivative * gradient, Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
