@@ -1,5 +1,4 @@
 """The seed program on two workers, and Horovod's tutorial on four ranks, started by each launcher that a site may have: launchers_test.py MNIST HOROVOD LOCKSTEP RESUME DDP SERVERS (empty: built without gRPC)."""
-import contextlib
 import json
 import os
 import pathlib
@@ -11,6 +10,8 @@ import tempfile
 import time
 import unittest
 
+from free_ports import free_ports
+
 MNIST, HOROVOD, LOCKSTEP, RESUME, DDP, SERVERS = sys.argv[1:7]
 SCRIPT = pathlib.Path(__file__).parents[1] / "deploy/train.slurm"
 LIMIT_S = 300
@@ -21,12 +22,6 @@ def training(epochs):
 
 
 TRAIN = training(1)  # as many as show that the processes are one job
-
-
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [s.getsockname()[1] for s in sockets]
 
 
 class Slurm:

@@ -11,6 +11,7 @@ import tempfile
 import time
 import unittest
 
+from free_ports import free_ports
 from held_opens import HeldOpens
 from stranger import Stranger, another_user, listening, received, take, wait_for
 
@@ -69,6 +70,10 @@ class Jobs(unittest.TestCase):
         wait_for(lambda: "trains" in job.output() or job.poll() is not None)
         server = int(re.search(r"ps 0 at (\d+)", job.output())[1])
         return job, server, port_of(server)
+
+    def wait_for_step(self, process, step):
+        wait_for(lambda: f"step {step}\n" in process.output() or process.poll() is not None)
+        self.assertIn(f"step {step}\n", process.output())
 
     def assert_trained(self, job, epochs=6):
         self.assertEqual(job.wait(LIMIT_S), 0, job.output())
@@ -285,7 +290,7 @@ class MoreStrangers(Jobs):
 
     def test_a_port_that_is_told_and_taken(self):
         """Without torchrun's number of the run rank 0 listens at MASTER_PORT itself: it says that the port is taken, and the others speak to nobody."""
-        stranger, port = self.stranger(), 45_000 + os.getpid() % 900
+        stranger, port = self.stranger(), free_ports(1)[0]
         stranger.order("take", port)
         ranks = [self.by_torchrun([WORKERS], rank, port=port) for rank in range(3)]
         self.assertNotEqual(ranks[0].wait(LIMIT_S), 0)
@@ -297,9 +302,9 @@ class MoreStrangers(Jobs):
 
     def test_a_port_that_the_lost_holder_of_the_store_frees(self):
         """The others end, and tell the stranger at its port nothing."""
-        port = 45_900 + os.getpid() % 90
+        port = free_ports(1)[0]
         ranks = [self.by_torchrun([WORKERS], rank, port=port, EPOCHS=50, STEP_MS=20, VICTIM=1, STEP=5, PLACE="print") for rank in range(3)]
-        wait_for(lambda: "step 5\n" in ranks[1].output())
+        self.wait_for_step(ranks[1], 5)
         stranger = self.stranger()
         ranks[0].kill()
         stranger.order("take", port)
