@@ -97,7 +97,7 @@ Strategy strategy_with(const ServiceEngine& engine, const ParameterServerOptions
       .threads_per_replica = options.threads_per_replica,
       .timeout_seconds = options.timeout_seconds,
       .servers = servers,
-      .replicas_in_sync = servers->agree_on_replicas(static_cast<int>(options.devices.size()))}));
+      .replicas_in_step = servers->agree_on_replicas(static_cast<int>(options.devices.size()))}));
 }
 
 // Learns the sum of all x times `scale`, which is no variable of the servers.

@@ -14,8 +14,8 @@
 #include "base/text.h"
 #include "lockstep/base/version.h"
 #include "lockstep/collective/communicator.h"
-#include "lockstep/collective/job.h"
 #include "lockstep/collective/make_group.h"
+#include "lockstep/elastic/job.h"
 
 namespace lockstep::cli {
 

@@ -13,7 +13,6 @@
 #include "cluster/store_server.h"
 #include "collective/ranks_testing.h"
 #include "lockstep/collective/group_wrappers.h"
-#include "lockstep/collective/job.h"
 #include "transport/connections.h"
 #include "transport/socket.h"
 
@@ -305,16 +304,6 @@ TEST_P(AnyBackend, BoolsAreReducedByAndAndOr) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, AnyBackend, testing::ValuesIn(backends()));
-
-TEST(Job, OneThatIsAloneMayRegroupToo) {
-  auto job = Job(Cluster());
-  for (int generation = 1; generation <= 2; ++generation) {
-    job = job.regroup(std::vector<int>(), soon());
-    EXPECT_EQ(job.size(), 1);
-    EXPECT_EQ(job.world().generation, generation);
-    job.store().set("key", "value", soon());
-  }
-}
 
 TEST(World, BadWorldsAndBackendsAreNamed) {
   const auto store = Store::hold("127.0.0.1:0");

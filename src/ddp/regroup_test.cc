@@ -12,8 +12,8 @@
 #include "base/child_process_testing.h"
 #include "base/text.h"
 #include "cluster/store_process_testing.h"
-#include "lockstep/collective/job.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
+#include "lockstep/elastic/job.h"
 
 namespace lockstep::ddp {
 namespace {

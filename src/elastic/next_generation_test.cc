@@ -11,6 +11,7 @@
 #include "base/mutex.h"
 #include "elastic/failures.h"
 #include "lockstep/base/error.h"
+#include "lockstep/elastic/job.h"
 
 namespace lockstep::elastic {
 namespace {
@@ -148,6 +149,16 @@ TEST(NextGeneration, NewcomersComeBehindTheOthersAndAreToldTheirPlaces) {
   EXPECT_EQ(std::tuple(second.generation, second.rank, second.local_rank, second.local_size), std::tuple(1, 4, 0, 1));
   refuse(registry, {"z", "c", store.address()}, "another model");
   expect_says(message_of<ClusterError>([&] { told("z"); }), "another model");
+}
+
+TEST(Job, OneThatIsAloneMayRegroupToo) {
+  auto job = Job(Cluster());
+  for (int generation = 1; generation <= 2; ++generation) {
+    job = job.regroup(std::vector<int>(), within_seconds(20));
+    EXPECT_EQ(job.size(), 1);
+    EXPECT_EQ(job.world().generation, generation);
+    job.store().set("key", "value", within_seconds(20));
+  }
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ double seconds_since(std::chrono::steady_clock::time_point then) {
 }  // namespace
 
 void CheckpointSaver::on_train_begin() {
-  const auto& workers = unwrap(model()).workers();
+  const auto& workers = unwrap(model()).topology.all;
   const auto latest = workers.broadcast(workers.rank() == 0 ? latest_checkpoint(config_.model_dir) : "");
   if (!latest.empty()) {
     model().load_checkpoint(latest);
@@ -73,7 +73,7 @@ void CheckpointSaver::save() {
   const auto path = (std::filesystem::path(config_.model_dir) / text("model.ckpt-", saved_)).string();
   auto& impl = unwrap(model());
   const auto archive = impl.save_state();
-  impl.workers().run_on_rank_0([&] {
+  impl.topology.all.run_on_rank_0([&] {
     write_archive(path, archive);
     record_checkpoint(path, kept_, config_.keep_checkpoint_max);
     log_info(text("saved ", path));
@@ -83,7 +83,7 @@ void CheckpointSaver::save() {
 bool CheckpointSaver::save_is_due() const {
   const auto step = model().iterations();
   if (config_.save_checkpoints_steps > 0) return step - saved_ >= config_.save_checkpoints_steps;
-  const auto& workers = unwrap(model()).workers();
+  const auto& workers = unwrap(model()).topology.all;
   const bool due = seconds_since(saved_at_) >= config_.save_checkpoints_secs;
   if (workers.size() == 1) return due;
   return step % kStepsBetweenLooks == 0 && workers.broadcast(due ? "due" : "") == "due";

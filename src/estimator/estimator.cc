@@ -101,7 +101,7 @@ struct Estimator::State {
 
   // Loads a checkpoint's weights and returns its step.
   std::int64_t restore(Model& model, std::string path) const {
-    const auto& workers = unwrap(model).workers();
+    const auto& workers = unwrap(model).topology.all;
     if (path.empty())
       path = workers.broadcast(workers.rank() == 0 ? lockstep::latest_checkpoint(config.model_dir) : "");
     if (path.empty()) {
@@ -126,9 +126,9 @@ struct Estimator::State {
     const bool limited = options.steps > 0 || options.max_steps > 0;
     const auto scope = strategy(ModeKeys::train).scope();
     unwrap(strategy(ModeKeys::train))
-        .workers()
-        .check_all_agree("Estimators", text("steps ", options.steps, "\nmax_steps ", options.max_steps,
-                                            "\nsave_checkpoints_steps ", config.save_checkpoints_steps));
+        .topology()
+        .all.check_all_agree("Estimators", text("steps ", options.steps, "\nmax_steps ", options.max_steps,
+                                                "\nsave_checkpoints_steps ", config.save_checkpoints_steps));
     set_random_seed(config.tf_random_seed);
     const auto data = called(input_fn);
     auto spec = make(ModeKeys::train, data);
@@ -224,7 +224,7 @@ Logs train_and_evaluate(Estimator& estimator, const TrainSpec& train_spec, const
   require(eval_spec.throttle_secs >= 0, "throttle_secs", eval_spec.throttle_secs, "0 or more");
   if (!eval_spec.input_fn) throw InvalidArgument("Estimator: the EvalSpec's input_fn is empty");
   auto& state = *estimator.state_;
-  const Communicator workers = unwrap(state.strategy(ModeKeys::train)).workers();
+  const Communicator workers = unwrap(state.strategy(ModeKeys::train)).topology().all;
   auto last = std::chrono::steady_clock::now();
   Logs result;
   bool evaluated = false;  // whether the last checkpoint was

@@ -20,16 +20,16 @@ namespace {
 
 const Communicator& ranks_of(const ReplicatedParameters& parameters, const Optimizer& optimizer, bool shard_state) {
   const auto& own = optimizer.options().gradient_ranks;
-  if (!own) return parameters.workers();
+  if (!own) return parameters.topology().gradients;
   if (shard_state) {
     throw InvalidArgument(
         "shard_optimizer_state: the optimizer's gradients are summed with those of other processes, each of which has "
         "all its state");
   }
-  if (parameters.workers().size() == 1) return own->ranks;
+  if (parameters.topology().gradients.size() == 1) return own->ranks;
   throw InvalidArgument(
       text("the optimizer's gradients are summed with those of other processes, and so are those of the strategy's ",
-           parameters.workers().size(), " workers; take one or the other"));
+           parameters.topology().gradients.size(), " workers; take one or the other"));
 }
 
 // Where all processes share memory nothing is sent, so buckets do not help; unless gradients are to have 16 bits, or
@@ -63,9 +63,7 @@ std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameter
     if (options.shard_state) return sharded(parameters, ranks, options);
     return std::make_unique<gradient::Bucketed>(parameters, ranks, options.buckets, /*sum=*/false);
   }
-  if (options.servers) {
-    return std::make_unique<gradient::ParameterServerSync>(parameters, options.servers, options.timeout_seconds);
-  }
+  if (options.make_remote_sync) return options.make_remote_sync(parameters);
   if (options.exchange == gradient::Exchange::hierarchical_copy && parameters.replicas() > 1)
     return std::make_unique<gradient::Tree>(parameters);
   if (options.exchange == gradient::Exchange::reduction_to_one_device)
@@ -83,7 +81,7 @@ void prepare_sync(gradient::GradientSync& sync, const ReplicatedParameters& para
 // With the strategy's workers: those that come later do the same when they are alone.
 bool is_prepared_at_once(const ReplicatedParameters& parameters, const Communicator& ranks,
                          const gradient::GradientPathOptions& options) {
-  return parameters.workers().size() > 1 || (options.elastic && ranks.size() == 1);
+  return parameters.topology().gradients.size() > 1 || (options.elastic && ranks.size() == 1);
 }
 
 std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& parameters, const Optimizer& optimizer,
@@ -91,11 +89,6 @@ std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& paramete
                                                   const gradient::GradientPathOptions& options) {
   parameters.update_trainable();
   parameters.regroup();
-  if (!options.servers && !gradient::embeddings_of(parameters, 0).empty()) {
-    throw InvalidArgument(
-        "a ShardedEmbedding needs ParameterServerStrategy, whose servers have its rows; with other strategies use "
-        "Embedding");
-  }
   auto sync = sync_for(parameters, optimizer, ranks, options);
   if (is_prepared_at_once(parameters, ranks, options)) prepare_sync(*sync, parameters, optimizer, ranks);
   return sync;
@@ -106,7 +99,7 @@ std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& paramete
 std::optional<Communicator> ranks_that_commit(const ReplicatedParameters& parameters,
                                               const gradient::GradientPathOptions& options) {
   if (!options.elastic || !(options.shard_state || parameters.is_split())) return std::nullopt;
-  return parameters.all_workers();
+  return parameters.topology().all;
 }
 
 std::string state_of(const gradient::Updater& updater) {
@@ -123,14 +116,13 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
       compare_copies_every_(
           ranks_.size() > 1 || options.elastic || parameters_->is_split() ? options.compare_copies_every : 0),
       replaces_differing_copies_(options.replace_differing_copies),
-      servers_(options.servers),
       sync_(make_sync(*parameters_, optimizer, ranks_, options)),
       updater_(parameters_, optimizer, *sync_, ranks_that_commit(*parameters_, options)),
       hooks_(*parameters_, *sync_),
-      regroups_(parameters_->all_workers().regroups()) {
+      regroups_(parameters_->topology().all.regroups()) {
   if (options.devices) traced_update_.emplace(*parameters_, updater_, *options.devices);
   if (options.elastic) {
-    const auto& same_parts = parameters_->is_split() ? parameters_->split()->same_parts : ranks_;
+    const auto& same_parts = parameters_->is_split() ? parameters_->topology().same_part : ranks_;
     moving_state_.emplace(parameters_, same_parts, *sync_, !options.elastic->is_newcomer);
   }
   if (!is_prepared_at_once(*parameters_, ranks_, options)) return;
@@ -234,7 +226,7 @@ void GradientPath::move_loss_scale(bool finite) {
 }
 
 void GradientPath::regroup() {
-  const auto regroups = parameters_->all_workers().regroups();
+  const auto regroups = parameters_->topology().all.regroups();
   if (std::exchange(regroups_, regroups) == regroups) return;
   for (int replica = 0; replica < parameters_->replicas(); ++replica) hooks_.drop(replica);  // of a step that broke off
   parameters_->regroup();

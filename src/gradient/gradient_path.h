@@ -11,7 +11,6 @@
 #include "gradient/bucketed.h"
 #include "gradient/gradient_hooks.h"
 #include "gradient/moving_state.h"
-#include "gradient/parameter_server_sync.h"
 #include "gradient/traced_update.h"
 #include "gradient/updater.h"
 
@@ -32,12 +31,12 @@ struct ElasticRanks {
 
 struct GradientPathOptions {
   Exchange exchange = Exchange::one_pass;
-  int root = 0;                                            // the replica that updates for all (reduction_to_one_device)
-  BucketOptions buckets;                                   // between processes
-  bool shard_state = false;                                // each process has state for its own shards alone
-  std::shared_ptr<parameter_server::Client> servers = {};  // which update; null: this process updates itself
+  int root = 0;              // the replica that updates for all (reduction_to_one_device)
+  BucketOptions buckets;     // between processes
+  bool shard_state = false;  // each process has state for its own shards alone
+  // Makes the sync where others sum and update; null: this process, and those that train with it, do.
+  std::function<std::unique_ptr<GradientSync>(ReplicatedParameters&)> make_remote_sync = {};
   std::shared_ptr<ops::ProgramDevices> devices = {};  // that run compiled programs, and update; null: there are none
-  double timeout_seconds = 600;                       // of a call to them that reads rows of a table
   std::int64_t compare_copies_every = 100;            // steps, with several processes; 0: never
   bool replace_differing_copies = false;              // by those that most processes have
   std::optional<ElasticRanks> elastic = {};
@@ -113,21 +112,13 @@ class GradientPath {
   gradient::Updater& updater() { return updater_; }
   const gradient::Updater& updater() const { return updater_; }
   gradient::GradientSync& sync() { return *sync_; }
-
-  // Where parameter servers update; else null.
-  parameter_server::Client* servers() const { return servers_.get(); }
+  const gradient::GradientSync& sync() const { return *sync_; }
 
   // The processes whose gradients are summed: the strategy's, or those that came with the optimizer (GradientRanks).
   const Communicator& ranks() const { return ranks_; }
 
   // Steps between comparisons of what these processes have; 0: never, or this process is alone.
   std::int64_t compare_copies_every() const { return compare_copies_every_; }
-
-  // Whether each of them trains on data of its own.
-  bool own_data() const {
-    const auto& ranks = updater_.optimizer().options().gradient_ranks;
-    return ranks_.size() > 1 && ranks && ranks->own_data;
-  }
 
  private:
   void count_update();
@@ -140,7 +131,6 @@ class GradientPath {
   const Communicator ranks_;
   const std::int64_t compare_copies_every_;
   const bool replaces_differing_copies_;
-  const std::shared_ptr<parameter_server::Client> servers_;
   const std::unique_ptr<gradient::GradientSync> sync_;
   gradient::Updater updater_;
   std::optional<gradient::TracedUpdate> traced_update_;

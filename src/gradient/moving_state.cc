@@ -77,7 +77,7 @@ MovingState::MovingState(std::shared_ptr<ReplicatedParameters> parameters, Commu
 void MovingState::move(GradientSync& sync, Updater& updater) {
   const at::NoGradGuard no_grad;
   const auto all = gather_versions();
-  if (parameters_->all_workers().any(is_lost_)) return lose_state(sync, updater, all, kSomePart);  // some do not know
+  if (parameters_->topology().all.any(is_lost_)) return lose_state(sync, updater, all, kSomePart);  // some do not know
   if (sync.divides_state()) return divide_anew(sync, updater, all);
   // Those that have the state have all of it, and keep it.
   std::vector<std::vector<Shard>> had(all.size(), parameters_->trainable()), needed = had;
@@ -99,7 +99,7 @@ void MovingState::divide_anew(GradientSync& sync, Updater& updater, const std::v
     if (!moves.lost.empty()) lost = names_of(moves.lost);
   }
   // Of a model that is split, others may have lost their part.
-  if (parameters_->all_workers().any(!lost.empty()))
+  if (parameters_->topology().all.any(!lost.empty()))
     return lose_state(sync, updater, all, lost.empty() ? kSomePart : lost);
   auto states = updater.initial_states(sync);
   transfer(moves.moves, updater.states(), states);

@@ -58,11 +58,11 @@ double PartSums::sum_squares(std::span<double> squares) const {
   for (std::size_t i = 0; i < squares.size(); ++i) {
     if (parameters_.is_first_holder(i) && !parameters_.slots()[i].is_copy) total += squares[i];
   }
-  parameters_.all_workers().sum({&total, 1});
+  parameters_.topology().all.sum({&total, 1});
   return total;
 }
 
-bool PartSums::all(bool holds) const { return !parameters_.all_workers().any(!holds); }
+bool PartSums::all(bool holds) const { return !parameters_.topology().all.any(!holds); }
 
 }  // namespace lockstep::gradient
 
@@ -73,16 +73,16 @@ void ReplicatedParameters::find_first_holders() {
   for (const auto& slot : slots_) names.push_back(slot.name);
   std::set<std::string> seen;
   int rank = 0;
-  for (const auto& theirs : all_workers_.all_gather(join(names, "\n"))) {
+  for (const auto& theirs : topology_.all.all_gather(join(names, "\n"))) {
     std::istringstream lines(theirs);
     std::vector<bool> first;
     for (std::string name; std::getline(lines, name);) first.push_back(seen.insert(name).second);
-    if (rank++ == all_workers_.rank()) first_holder_ = std::move(first);
+    if (rank++ == topology_.all.rank()) first_holder_ = std::move(first);
   }
 }
 
 void ReplicatedParameters::regroup() {
-  if (!split_ || std::exchange(regroups_, all_workers_.regroups()) == all_workers_.regroups()) return;
+  if (!split_ || std::exchange(regroups_, topology_.all.regroups()) == topology_.all.regroups()) return;
   if (split_->after_regroup) split_->after_regroup();
   first_holder_.clear();
   find_first_holders();
@@ -121,7 +121,7 @@ void ReplicatedParameters::compare_whole_copies() const {
   };
   std::map<std::string, Seen> first;
   int rank = 0;
-  for (const auto& theirs : all_workers_.all_gather(lines.str())) {
+  for (const auto& theirs : topology_.all.all_gather(lines.str())) {
     std::istringstream each(theirs);
     for (std::string name, norm, sum; std::getline(each, name, '\t');) {
       std::getline(each, norm, '\t');

@@ -20,35 +20,35 @@ std::vector<double> weights_of(std::vector<double> seen) {
 }  // namespace
 
 std::vector<double> ReplicatedParameters::seen_by_all() const {
-  std::vector<double> all(seen_.size() * static_cast<std::size_t>(data_workers().size()));
-  const auto first = seen_.size() * static_cast<std::size_t>(data_workers().rank());
+  std::vector<double> all(seen_.size() * static_cast<std::size_t>(topology_.tokens.size()));
+  const auto first = seen_.size() * static_cast<std::size_t>(topology_.tokens.rank());
   std::copy(seen_.begin(), seen_.end(), all.begin() + static_cast<std::ptrdiff_t>(first));
-  data_workers().sum(all);
+  topology_.tokens.sum(all);
   return all;
 }
 
 std::vector<at::Tensor> ReplicatedParameters::average_buffers() const {
-  if (data_workers().size() == 1 || buffer_names_.empty()) return average_own_buffers();
+  if (topology_.tokens.size() == 1 || buffer_names_.empty()) return average_own_buffers();
   const at::NoGradGuard no_grad;
   const auto weights = weights_of(seen_by_all());
   const auto most = std::max_element(weights.begin(), weights.end()) - weights.begin();
   const int root = static_cast<int>(most) / replicas();
-  const bool has_most = data_workers().rank() == root;
-  const std::span own(weights.data() + seen_.size() * static_cast<std::size_t>(data_workers().rank()), seen_.size());
+  const bool has_most = topology_.tokens.rank() == root;
+  const std::span own(weights.data() + seen_.size() * static_cast<std::size_t>(topology_.tokens.rank()), seen_.size());
   const double all = std::accumulate(weights.begin(), weights.end(), 0.0);
   std::vector<at::Tensor> averages, taken;
   for (std::size_t i = 0; i < buffer_names_.size(); ++i) {
     const auto& first = buffer(0, i);
     if (first.is_floating_point()) {
       const auto sum = sum_of_own_buffers(i, own);
-      data_workers().sum({sum.mutable_data_ptr<double>(), static_cast<std::size_t>(sum.numel())});
+      topology_.tokens.sum({sum.mutable_data_ptr<double>(), static_cast<std::size_t>(sum.numel())});
       averages.push_back((sum / all).to(first.options()));
     } else {
       averages.push_back(buffer(has_most ? static_cast<int>(most) % replicas() : 0, i).clone());
       taken.push_back(averages.back());
     }
   }
-  if (!taken.empty()) broadcast(data_workers(), taken, root);
+  if (!taken.empty()) broadcast(topology_.tokens, taken, root);
   return averages;
 }
 

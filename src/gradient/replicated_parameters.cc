@@ -41,23 +41,20 @@ void check_dtype(const gradient::ParameterSlot& slot) {
 
 ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
                                            gradient::Placement placement, const OnReplicas& on_replicas,
-                                           Communicator workers)
-    : ReplicatedParameters(std::move(modules), std::nullopt, placement, on_replicas, workers, workers) {}
+                                           const Topology& topology)
+    : ReplicatedParameters(std::move(modules), std::nullopt, placement, on_replicas, topology) {}
 
 ReplicatedParameters::ReplicatedParameters(std::shared_ptr<torch::nn::Module> module,
                                            const gradient::SplitModule& split, gradient::Placement placement,
-                                           Communicator workers, Communicator all_workers)
-    : ReplicatedParameters(std::vector{std::move(module)}, split, placement_of(split, placement), {},
-                           std::move(workers), std::move(all_workers)) {
+                                           const Topology& topology)
+    : ReplicatedParameters(std::vector{std::move(module)}, split, placement_of(split, placement), {}, topology) {
   find_first_holders();
 }
 
 ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
                                            std::optional<gradient::SplitModule> split, gradient::Placement placement,
-                                           const OnReplicas& on_replicas, Communicator workers,
-                                           Communicator all_workers)
-    : workers_(std::move(workers)),
-      all_workers_(std::move(all_workers)),
+                                           const OnReplicas& on_replicas, const Topology& topology)
+    : topology_(topology),
       split_(std::move(split)),
       modules_(std::move(modules)),
       placement_(placement),
@@ -66,11 +63,11 @@ ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn
   if (placement_ == gradient::Placement::device && replicas() > 1) {
     throw InvalidArgument(text("values that are updated on their device are one replica's; there are ", replicas()));
   }
-  collective::check_on_all(all_workers_, "worker", [this] {
+  collective::check_on_all(topology_.all, "worker", [this] {
     find_slots();
     for (int replica = 1; replica < replicas(); ++replica) check_same_as_first(replica);
   });
-  compare_models(workers_);
+  compare_models(topology_.gradients);
   take_memory(on_replicas);
   bind();
   share_values();
@@ -330,7 +327,7 @@ void ReplicatedParameters::share_values() {
   std::vector<at::Tensor> values;
   for (std::size_t i = 0; i < slots_.size(); ++i) values.push_back(parameter(0, i));
   values.insert(values.end(), buffers_[0].begin(), buffers_[0].end());
-  broadcast(workers_.with_purpose(Purpose("the first values of a model")), values);
+  broadcast(topology_.gradients.with_purpose(Purpose("the first values of a model")), values);
   for (std::size_t i = 0; i < slots_.size(); ++i) assign(i, parameter(0, i));
   for (std::size_t i = 0; i < buffer_names_.size(); ++i) assign_buffer(i, buffer(0, i));
 }

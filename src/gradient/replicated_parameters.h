@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "collective/topology.h"
 #include "gradient/shard_map.h"
 #include "gradient/split_module.h"
-#include "lockstep/collective/communicator.h"
 #include "ops/traced_program.h"
 
 namespace torch::nn {
@@ -60,26 +60,22 @@ class ReplicatedParameters {
   // allocates its own copy's memory near its cores.
   using OnReplicas = std::function<void(const std::function<void(int)>&)>;
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, gradient::Placement placement,
-                       const OnReplicas& on_replicas = {}, Communicator workers = {});
+                       const OnReplicas& on_replicas = {}, const Topology& topology = {});
 
-  // The same of one module that is split over processes: `workers` train the same parts of it on other examples,
-  // `all_workers` are they and those that train other parts. Collective over the latter.
+  // The same of one module that is split over the processes.
   ReplicatedParameters(std::shared_ptr<torch::nn::Module> module, const gradient::SplitModule& split,
-                       gradient::Placement placement, Communicator workers, Communicator all_workers);
+                       gradient::Placement placement, const Topology& topology);
 
   int replicas() const { return static_cast<int>(modules_.size()); }  // of this process
-  const Communicator& workers() const { return workers_; }
-  const Communicator& all_workers() const { return all_workers_; }
-  // Those that train on other examples: with the same parts, or, where parameters are sharded over them, with others.
-  const Communicator& data_workers() const { return split_ ? split_->data_workers : workers_; }
+  const Topology& topology() const { return topology_; }
   const std::optional<gradient::SplitModule>& split() const { return split_; }
   bool is_split() const { return split_.has_value(); }
 
-  // Whether the workers have the whole model.
-  bool is_whole() const { return !split_ || all_workers_.size() >= split_->workers_of_a_copy; }
+  // Whether the processes have the whole model: one that comes to an elastic job has a part of it.
+  bool is_whole() const { return topology_.all.size() >= topology_.row_size; }
 
   // Whether this is the first of all workers that have the parameter, or a part of it.
-  bool is_first_holder(std::size_t slot) const { return split_ ? first_holder_[slot] : all_workers_.rank() == 0; }
+  bool is_first_holder(std::size_t slot) const { return split_ ? first_holder_[slot] : topology_.all.rank() == 0; }
 
   // The shape of a slot's parameter, whole; and the whole of which `part`, which has the parameter's shape, is this
   // process's: collective where the parameter is divided. What has the shape of a slot is cut by `part_of`.
@@ -211,7 +207,7 @@ class ReplicatedParameters {
  private:
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
                        std::optional<gradient::SplitModule> split, gradient::Placement placement,
-                       const OnReplicas& on_replicas, Communicator workers, Communicator all_workers);
+                       const OnReplicas& on_replicas, const Topology& topology);
   void find_slots();
   void check_same_as_first(int replica);
   void take_memory(const OnReplicas& on_replicas);
@@ -222,10 +218,10 @@ class ReplicatedParameters {
   void find_first_holders();
   at::Tensor sum_of_own_buffers(std::size_t index, std::span<const double> weights) const;
 
-  Communicator workers_, all_workers_;
+  Topology topology_;
   std::optional<gradient::SplitModule> split_;
-  std::vector<bool> first_holder_;                   // [slot], of a model that is split
-  std::int64_t regroups_ = all_workers_.regroups();  // when the two above were made
+  std::vector<bool> first_holder_;                    // [slot], of a model that is split
+  std::int64_t regroups_ = topology_.all.regroups();  // when the two above were made
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   gradient::Placement placement_;
   std::vector<gradient::ParameterSlot> slots_;

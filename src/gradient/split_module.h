@@ -29,15 +29,8 @@ struct SplitModule {
   // All parameters of the whole model, a line each: the same on all workers.
   std::string description = {};
 
-  // How many workers have a copy of the model together. There may be fewer of them: one that comes to an elastic job.
-  int workers_of_a_copy = 1;
-
   // How many positions a sequence must have, of which each worker has a part; 0: any number.
   std::int64_t positions = 0;
-
-  // The workers that have the same parts of the model; and those that train on other examples, or on other parts of
-  // examples.
-  Communicator same_parts = {}, data_workers = {};
 
   // The workers over which backward, or after_backward, sums gradients; none: they leave those of this worker's
   // examples.

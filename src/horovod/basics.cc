@@ -3,7 +3,7 @@
 #include "horovod/membership.h"
 #include "horovod/session.h"
 #include "lockstep/base/error.h"
-#include "lockstep/collective/job.h"
+#include "lockstep/elastic/job.h"
 #include "lockstep/horovod.h"
 
 namespace lockstep::horovod {

@@ -8,9 +8,8 @@
 #include <optional>
 #include <vector>
 
-#include "elastic/newcomers.h"
+#include "elastic/membership.h"
 #include "horovod/session.h"
-#include "lockstep/collective/job.h"
 #include "lockstep/horovod.h"
 #include "train/signal_guard.h"
 
@@ -53,18 +52,16 @@ class Membership {
   void regroup(std::vector<int> lost);
 
  private:
-  void watch();
   std::shared_ptr<Session> make_session();
 
-  Job job_;
+  ::lockstep::elastic::Membership membership_;
   const InitOptions options_;
-  std::shared_ptr<void> presence_;
   bool lacks_state_ = false;
   using Calls = std::list<std::function<void()>>;
   const std::shared_ptr<Calls> on_regroup_ = std::make_shared<Calls>();  // handles may live longer than this
   std::optional<train::SignalGuard> signals_;
-  std::optional<::lockstep::elastic::Watch> watch_;  // of the first rank of a host
-  int signal_ = 0;                                   // that it said last that it has got
+  std::optional<::lockstep::elastic::OpenTraining> training_;
+  int signal_ = 0;  // that it said last that it has got
 };
 
 // The session of a Job's ranks in this Group.

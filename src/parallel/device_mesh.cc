@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "base/text.h"
-#include "collective/group_of_generation.h"
+#include "elastic/group_of_generation.h"
 #include "elastic/newcomers.h"
 #include "elastic/next_generation.h"
 #include "lockstep/cluster/cluster.h"
@@ -186,7 +186,7 @@ const Communicator& DeviceMesh::operator[](const std::string& axis) const {
 void DeviceMesh::regroup(const Job& job, double timeout_seconds) const {
   auto options = state_->options.group;
   options.timeout_seconds = timeout_seconds;
-  const auto all = collective::group_of_generation(job, options);
+  const auto all = elastic::group_of_generation(job, options);
   auto& axes = state_->axes;
   const int row_size = number_of_ranks(in_one_row(axes));
   if (all.size() % row_size != 0)

@@ -87,21 +87,26 @@ std::string describe_parameters(const torch::nn::Module& module) {
 MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
     : mesh_(std::move(mesh)),
       options_(std::move(options)),
-      batch_(along(mesh_, {options_.batch_axis})),
       shard_(along(mesh_, {options_.shard_axis})),
       expert_(along(mesh_, {options_.expert_axis})),
-      context_(along(mesh_, {options_.context_axis})),
-      tensor_(along(mesh_, {options_.tensor_axis})),
-      pipeline_(along(mesh_, {options_.pipeline_axis})),
-      data_(along(mesh_, axes_with_other_examples())),
-      tokens_(along(mesh_, axes_with_other_tokens())),
       copies_(along(mesh_, {options_.batch_axis, options_.context_axis})),
-      summed_(along(mesh_, {options_.expert_axis, options_.context_axis})),
-      row_size_(product_without(mesh_, options_.batch_axis)) {
+      summed_(along(mesh_, {options_.expert_axis, options_.context_axis})) {
+  topology_.all = topology_.peers = mesh_.ranks();
+  topology_.data = along(mesh_, axes_with_other_examples());
+  topology_.tokens = along(mesh_, axes_with_other_tokens());
+  topology_.same_part = along(mesh_, {options_.batch_axis});
+  if (!has_shards()) topology_.gradients = topology_.same_part;
+  topology_.positions = along(mesh_, {options_.context_axis});
+  topology_.tensor = along(mesh_, {options_.tensor_axis});
+  topology_.stages = along(mesh_, {options_.pipeline_axis});
+  topology_.is_split = true;
+  topology_.row_size = product_without(mesh_, options_.batch_axis);
+  topology_.part = mesh_.part();
+  topology_.computes_without_examples = has_shards() || has_stages() || has_experts();
   if (!has_stages()) return;
-  const auto stages = pipeline_.size() * options_.stages_per_rank;
-  const auto schedule = options_.schedule(pipeline_.size(), stages, options_.microbatches, {{}});
-  last_stage_ = schedule.rank_of_stage.back();
+  const auto ranks = topology_.stages.size();
+  const auto schedule = options_.schedule(ranks, ranks * options_.stages_per_rank, options_.microbatches, {{}});
+  topology_.last_stage = schedule.rank_of_stage.back();
   const auto splits = [](const auto& action) { return action.kind == PipelineAction::Kind::backward_weight; };
   if (has_shards() && std::any_of(schedule.actions[0].begin(), schedule.actions[0].end(), splits)) {
     throw InvalidArgument(text("ModelParallelStrategy: schedule ", schedule.name,
@@ -117,8 +122,8 @@ void MeshParallelism::regroup(const Job& job, double timeout_seconds) const {
     const auto axes = existing(mesh_, some);
     if (axes.size() > 1) product.regroup(group_along(mesh_, axes, deadline));
   };
-  regroup(data_, axes_with_other_examples());
-  regroup(tokens_, axes_with_other_tokens());
+  regroup(topology_.data, axes_with_other_examples());
+  regroup(topology_.tokens, axes_with_other_tokens());
   regroup(copies_, {options_.batch_axis, options_.context_axis});
   regroup(summed_, {options_.expert_axis, options_.context_axis});
 }
@@ -151,7 +156,7 @@ std::vector<std::string> MeshParallelism::axes_with_other_tokens() const {
 }
 
 Example MeshParallelism::own_positions(const Example& whole, std::int64_t positions) const {
-  if (context_.size() == 1) return whole;
+  if (topology_.positions.size() == 1) return whole;
   const auto dim = options_.context_dim;
   const auto fail = [&](const auto&... what) {
     throw InvalidArgument(text("ModelParallelStrategy: ", what..., "; dimension ", dim,
@@ -159,14 +164,14 @@ Example MeshParallelism::own_positions(const Example& whole, std::int64_t positi
   };
   if (whole.x.dim() <= dim) fail("x has shape ", whole.x.sizes());
   const auto length = whole.x.size(dim);
-  if (length % context_.size() != 0)
-    fail("x has ", length, " positions, which are no multiple of the ", context_.size(), " ranks");
+  if (length % topology_.positions.size() != 0)
+    fail("x has ", length, " positions, which are no multiple of the ", topology_.positions.size(), " ranks");
   if (positions > 0 && length != positions)
     fail("x has ", length, " positions, and a parameter of context_plan has ", positions, ", which must be as many");
   const auto part = [&](const char* name, const Tensor& tensor) {
     if (tensor.dim() <= dim || tensor.size(dim) != length)
       fail(name, " has shape ", tensor.sizes(), ", and x has ", length, " positions");
-    return part_of(tensor, dim, context_.rank(), context_.size()).contiguous();
+    return part_of(tensor, dim, topology_.positions.rank(), topology_.positions.size()).contiguous();
   };
   const bool has_weights = whole.weight.defined() && whole.weight.dim() > dim;
   return {part("x", whole.x), whole.y.defined() ? part("y", whole.y) : whole.y,
@@ -174,21 +179,21 @@ Example MeshParallelism::own_positions(const Example& whole, std::int64_t positi
 }
 
 std::unique_ptr<ContextParallel> MeshParallelism::use_context() const {
-  return context_.size() > 1 ? std::make_unique<ContextParallel>(context_) : nullptr;
+  return topology_.positions.size() > 1 ? std::make_unique<ContextParallel>(topology_.positions) : nullptr;
 }
 
 Tensor MeshParallelism::whole_positions(const Tensor& part) const {
-  if (context_.size() == 1 || !part.defined()) return part;
+  if (topology_.positions.size() == 1 || !part.defined()) return part;
   const auto dim = options_.context_dim;
   if (part.dim() <= dim) {
     throw InvalidArgument(text("predict: the model's output has shape ", part.sizes(), "; dimension ", dim,
                                ", context_dim, must be positions"));
   }
-  return all_gather(context_.group(), part.contiguous(), context_.deadline(), dim);
+  return all_gather(topology_.positions.group(), part.contiguous(), topology_.positions.deadline(), dim);
 }
 
 gradient::SplitModule MeshParallelism::split(torch::nn::Module& module) const {
-  if (has_stages() && pipeline_.size() > 1) {
+  if (has_stages() && topology_.stages.size() > 1) {
     throw InvalidArgument(text("ModelParallelStrategy: a model that is one module cannot be cut into stages along \"",
                                options_.pipeline_axis, "\"; make the Model of a list of layers, or a Sequential"));
   }
@@ -206,9 +211,10 @@ void MeshParallelism::divide(torch::nn::Module& module, std::set<std::string>& u
   auto plan = entries_for(module, options_.plan, used);
   if (!options_.layout_map.empty())
     plan = plan_of(fitting(options_.layout_map, module.named_parameters().keys(), used), module, options_.tensor_axis);
-  if (!plan.empty() && tensor_.size() > 1) parallelize_module(module, tensor_, plan);
+  if (!plan.empty() && topology_.tensor.size() > 1) parallelize_module(module, topology_.tensor, plan);
   const auto of_positions = entries_for(module, options_.context_plan, used);
-  if (!of_positions.empty() && context_.size() > 1) parallelize_module(module, context_, of_positions);
+  if (!of_positions.empty() && topology_.positions.size() > 1)
+    parallelize_module(module, topology_.positions, of_positions);
 }
 
 gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set<std::string>& used) const {
@@ -220,17 +226,15 @@ gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set
     add_units(module, fitting(options.units, module.named_modules("", /*include_self=*/false).keys(), used),
               [&](torch::nn::Module& unit, const std::string& name, bool keep) { units->add(unit, name, keep); });
     auto split = split_shards(units, module);
-    split.workers_of_a_copy = row_size_;
-    split.same_parts = batch_;
-    split.data_workers = split.summed_over.emplace(tokens_);
+    split.summed_over = topology_.tokens;
     return split;
   }
-  gradient::SplitModule split{.workers_of_a_copy = row_size_, .same_parts = batch_, .data_workers = tokens_};
+  gradient::SplitModule split;
   // On a larger mesh they are units.
   fitting(options_.fully_shard.units, module.named_modules("", /*include_self=*/false).keys(), used);
-  if (expert_.size() > 1 || context_.size() > 1) {
+  if (expert_.size() > 1 || topology_.positions.size() > 1) {
     split.summed_over = summed_;
-    split.after_backward = [parameters = module.parameters(), expert = expert_, context = context_] {
+    split.after_backward = [parameters = module.parameters(), expert = expert_, context = topology_.positions] {
       for (const auto& ranks : {expert, context}) sum_gradients(parameters, ranks);
     };
   }
@@ -240,7 +244,7 @@ gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set
                              .parts = gradient::parts_of(each.value()),
                              .is_copy = is_tied_copy(each.value())});
     const auto divided = std::dynamic_pointer_cast<const DividedParameter>(partial_of(each.value()));
-    if (context_.size() > 1 && divided != nullptr && is_divided_among(each.value(), context_))
+    if (topology_.positions.size() > 1 && divided != nullptr && is_divided_among(each.value(), topology_.positions))
       split.positions = divided->whole_sizes(each.value().sizes())[static_cast<std::size_t>(divided->division().dim)];
   }
   return split;

@@ -21,16 +21,9 @@ class MeshParallelism final : public strategy::ModelParallelism {
   // Collective over the mesh. Throws InvalidArgument as ModelParallelStrategy.
   MeshParallelism(DeviceMesh mesh, ModelParallelOptions options);
 
-  const Communicator& workers() const override { return mesh_.ranks(); }
-  const Communicator& data_workers() const override { return data_; }
-  const Communicator& gradient_workers() const override { return has_shards() ? alone_ : batch_; }
-  const Communicator& same_part_workers() const override { return batch_; }
-  int row_size() const override { return row_size_; }
-  int part() const override { return mesh_.part(); }
+  const Topology& topology() const override { return topology_; }
   std::string describe() const override;
   void regroup(const Job& job, double timeout_seconds) const override;
-  bool computes_without_examples() const override { return has_shards() || has_stages() || has_experts(); }
-  bool counts() const override { return tensor_.rank() == 0 && pipeline_.rank() == last_stage_; }
 
   // Of a model that is one module. Throws InvalidArgument where models are cut into stages.
   gradient::SplitModule split(torch::nn::Module& module) const override;
@@ -40,17 +33,15 @@ class MeshParallelism final : public strategy::ModelParallelism {
 
   // Whether models are cut into stages, by PipelineModel.
   bool has_stages() const { return mesh_.contains(options_.pipeline_axis); }
-  const Communicator& pipeline_workers() const { return pipeline_; }
   const ModelParallelOptions& options() const { return options_; }
 
   // Whether layers have experts on other ranks: then one without examples computes with none, which are no tokens.
   bool has_experts() const { return expert_.size() > 1; }
 
-  // The ranks with the same examples and other positions of their sequences; this rank's positions, and what must live
-  // while it computes with them; the whole of an output. Nothing changes without such an axis; else `whole_positions`
-  // is collective over these ranks. own_positions throws InvalidArgument for a tensor that cannot be divided, and where
-  // sequences have not so many `positions` as SplitModule says.
-  const Communicator& context_workers() const { return context_; }
+  // This rank's positions of the sequences, and what must live while it computes with them; the whole of an output.
+  // Nothing changes without such an axis; else `whole_positions` is collective over topology().positions. own_positions
+  // throws InvalidArgument for a tensor that cannot be divided, and where sequences have not so many `positions` as
+  // SplitModule says.
   Example own_positions(const Example& whole, std::int64_t positions) const;
   std::unique_ptr<ContextParallel> use_context() const;
   Tensor whole_positions(const Tensor& part) const;
@@ -70,12 +61,11 @@ class MeshParallelism final : public strategy::ModelParallelism {
 
   const DeviceMesh mesh_;
   const ModelParallelOptions options_;
-  const Communicator alone_, batch_, shard_, expert_, context_, tensor_, pipeline_;
-  // Products of axes: those with other examples; with other tokens; with the same shard; and those over which gradients
-  // are summed behind backward, by split modules themselves.
-  const Communicator data_, tokens_, copies_, summed_;
-  const int row_size_;
-  int last_stage_ = 0;  // the rank of the pipeline that has it
+  const Communicator shard_, expert_;
+  // Products of axes: the ranks with the same shard; and those over which gradients are summed after backward, by split
+  // modules themselves.
+  const Communicator copies_, summed_;
+  Topology topology_;
 };
 
 }  // namespace lockstep::parallel

@@ -51,12 +51,12 @@ void check(const std::vector<int>& layers_of_stages, const Layers& layers) {
 std::vector<int> cut(const MeshParallelism& parallelism, const std::function<Layers()>& make, const Tensor& sample,
                      at::Device device) {
   const auto& options = parallelism.options();
-  const auto stages = parallelism.pipeline_workers().size() * options.stages_per_rank;
-  if (options.layers_of_stages.empty()) return measured_cut(make, stages, sample, device, parallelism.workers());
+  const auto stages = parallelism.topology().stages.size() * options.stages_per_rank;
+  if (options.layers_of_stages.empty()) return measured_cut(make, stages, sample, device, parallelism.topology().all);
   if (static_cast<int>(options.layers_of_stages.size()) == stages) return options.layers_of_stages;
   throw InvalidArgument(text("ModelParallelStrategy: layers_of_stages has ", options.layers_of_stages.size(),
-                             " stages; ", parallelism.pipeline_workers().size(), " ranks with ",
-                             options.stages_per_rank, " each have ", stages));
+                             " stages; ", parallelism.topology().stages.size(), " ranks with ", options.stages_per_rank,
+                             " each have ", stages));
 }
 
 // "3.head.weight" of the layers of one stage.
@@ -84,7 +84,7 @@ struct MakingStages {
 
 PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::function<Layers()>& make,
                              const Tensor& sample, at::Device device)
-    : workers_(parallelism.pipeline_workers()), module_(std::make_shared<torch::nn::Module>()) {
+    : workers_(parallelism.topology().stages), module_(std::make_shared<torch::nn::Module>()) {
   const auto& options = parallelism.options();
   const auto layers_of_stages = cut(parallelism, make, sample, device);
   const auto making = std::make_shared<MakingStages>();
@@ -112,7 +112,7 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
     auto& places = pipeline.tied.emplace_back();
     for (const auto& name : copies) places.push_back(place_of(name, layers_of_stages));
   }
-  pipeline_ = std::make_shared<Pipeline>(stages, parallelism.pipeline_workers(), pipeline);
+  pipeline_ = std::make_shared<Pipeline>(stages, parallelism.topology().stages, pipeline);
   for (const auto& [stage, layers] : pipeline_->modules()) add_layers(*layers, numbered, *module_);
   split_ = parallelism.shard(*module_, making->used);
   split_.description = making->description;

@@ -8,6 +8,7 @@
 #include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/server_cluster.h"
+#include "strategy/parameter_server_sync.h"
 #include "strategy/strategy_impl.h"
 #include "strategy/unwrap.h"
 
@@ -57,7 +58,7 @@ struct ClusterCoordinator::State {
   }
   void begin(std::int64_t call) const {
     for (const auto& path : strategy->paths_of_loops()) {
-      const auto& client = *path->servers();
+      const auto& client = *strategy::servers_of(*path);
       if (servers().was_trained(client)) continue;  // the program has to restore a checkpoint
       servers().claims_first_values(client);
       if (servers().tell_training(client)) path->sync().store(strategy->deadline());
@@ -67,7 +68,7 @@ struct ClusterCoordinator::State {
   }
 
   void require_known() const {
-    for (const auto& path : strategy->paths_of_loops()) servers().require_known(*path->servers());
+    for (const auto& path : strategy->paths_of_loops()) servers().require_known(*strategy::servers_of(*path));
   }
 
   void work(std::int64_t call) const {
@@ -91,7 +92,7 @@ struct ClusterCoordinator::State {
       if (step == steps.end()) throw InvalidArgument(text("no step \"", next.function, "\" is defined here"));
       for (const auto& path : paths) {
         path->sync().fetch_changed(strategy->deadline());
-        path->servers()->begin(next);
+        strategy::servers_of(*path)->begin(next);
       }
       report.output = print(step->second(parse("a step's arguments", next.arguments)));
       if (report.output.size() > parameter_server::kLongestOutput) {
@@ -103,7 +104,7 @@ struct ClusterCoordinator::State {
       report.kind = is_incomplete ? Report::Kind::incomplete : Report::Kind::failed;
       report.error = error.what();
     }
-    for (const auto& path : paths) path->servers()->end();
+    for (const auto& path : paths) strategy::servers_of(*path)->end();
     return report;
   }
 };
@@ -174,7 +175,7 @@ PerWorkerValues<DistributedIterator> ClusterCoordinator::create_per_worker_datas
     const auto& roles = strategy->servers()->roles();
     const InputContext context{.num_input_pipelines = roles.workers,
                                .input_pipeline_id = roles.mine == Role::worker ? roles.index : 0,
-                               .num_replicas_in_sync = strategy->all_replicas()};
+                               .num_replicas_in_sync = strategy->topology().all_replicas()};
     return DistributedDataset(make(context), Distribution::one_each, strategy->local_replicas()).iterate();
   });
 }

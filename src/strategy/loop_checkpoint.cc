@@ -5,12 +5,13 @@
 #include "lockstep/base/error.h"
 #include "parameter_server/server_checkpoint.h"
 #include "parameter_server/server_cluster.h"
+#include "strategy/parameter_server_sync.h"
 
 namespace lockstep::strategy {
 namespace {
 
 parameter_server::ServerCluster& servers_of_chief(const StrategyImpl& strategy) {
-  if (strategy.is_chief()) return *strategy.servers();
+  if (strategy.topology().is_chief()) return *strategy.servers();
   throw InvalidArgument(
       "with parameter servers the chief alone saves and restores a Checkpoint: call it in ClusterCoordinator::run, or "
       "where the strategy's is_chief() is true");
@@ -24,7 +25,7 @@ void pull(const StrategyImpl& strategy, GradientPath& gradients, const parameter
 
 void save(const StrategyImpl& strategy, GradientPath& gradients, const std::string& path) {
   auto& servers = servers_of_chief(strategy);
-  const auto& model = *gradients.servers();
+  const auto& model = *servers_of(gradients);
   servers.require_known(model);
   const auto steps = parameter_server::write_loop_checkpoint(
       *servers.coordinator().steps(), model, path, [&] { gradients.sync().store(strategy.deadline()); },
@@ -37,7 +38,7 @@ void save(const StrategyImpl& strategy, GradientPath& gradients, const std::stri
 void load(const StrategyImpl& strategy, GradientPath& gradients, const std::string& path, bool change) {
   auto& servers = servers_of_chief(strategy);
   auto& coordinator = servers.coordinator();
-  const auto& model = *gradients.servers();
+  const auto& model = *servers_of(gradients);
   const auto file = checkpoint::absolute_path(checkpoint_file(path)).string();
   const auto main = read_archive(file);
   const auto steps = parameter_server::saved_steps_of(main);

@@ -84,7 +84,7 @@ double square_root_scaling(double ratio) { return std::sqrt(ratio); }
 MultiWorkerMirroredStrategy::MultiWorkerMirroredStrategy(MultiWorkerMirroredOptions options)
     : Strategy(std::make_shared<StrategyImpl>(settings_of(std::move(options)))) {}
 
-int MultiWorkerMirroredStrategy::worker_rank() const { return unwrap(*this).workers().rank(); }
-int MultiWorkerMirroredStrategy::num_workers() const { return unwrap(*this).workers().size(); }
+int MultiWorkerMirroredStrategy::worker_rank() const { return unwrap(*this).topology().all.rank(); }
+int MultiWorkerMirroredStrategy::num_workers() const { return unwrap(*this).topology().all.size(); }
 
 }  // namespace lockstep

@@ -69,7 +69,7 @@ strategy::StrategySettings settings_of(ParameterServerOptions options) {
                                       .timeout_seconds = options.timeout_seconds};
   settings.devices = devices_of(options, roles.mine, settings.partition);
   settings.servers = servers;
-  settings.replicas_in_sync = mode.parts * servers->agree_on_replicas(static_cast<int>(settings.devices.size()));
+  settings.replicas_in_step = mode.parts * servers->agree_on_replicas(static_cast<int>(settings.devices.size()));
   if (place.size > 1) cluster::keep_to_partition(settings.partition);
   return settings;
 }

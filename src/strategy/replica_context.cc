@@ -4,7 +4,7 @@
 
 namespace lockstep {
 
-int ReplicaContext::replica_id() const { return strategy_.first_replica() + local_replica_id(); }
+int ReplicaContext::replica_id() const { return strategy_.topology().first_replica() + local_replica_id(); }
 
 int ReplicaContext::local_replica_id() const {
   if (ops::current_trace() == nullptr) return local_replica_id_;
@@ -12,7 +12,7 @@ int ReplicaContext::local_replica_id() const {
       "replica_id: a step that is compiled is one program for all replicas; give each its own data instead");
 }
 
-int ReplicaContext::num_replicas_in_sync() const { return strategy_.all_replicas(); }
+int ReplicaContext::num_replicas_in_sync() const { return strategy_.topology().all_replicas(); }
 const Group& ReplicaContext::group() const { return strategy_.group(local_replica_id_); }
 const Group& ReplicaContext::local_group() const { return strategy_.local_group(local_replica_id_); }
 Deadline ReplicaContext::deadline() const { return strategy_.deadline(); }

@@ -15,6 +15,7 @@
 #include "gradient/gradient_path.h"
 #include "lockstep/base/error.h"
 #include "lockstep/strategy/strategy.h"
+#include "strategy/parameter_server_sync.h"
 #include "strategy/replicated_state.h"
 
 namespace lockstep {
@@ -86,7 +87,7 @@ void save_with_parts(const ReplicatedParameters& parameters, Archive& archive,
   if (!parameters.is_split()) return save(archive);
   Archive mine;
   save(mine);
-  mine = gathered_on_chief(parameters.all_workers(), std::move(mine));
+  mine = gathered_on_chief(parameters.topology().all, std::move(mine));
   archive.tensors.merge(mine.tensors);
   archive.entries.merge(mine.entries);
 }
@@ -94,7 +95,7 @@ void save_with_parts(const ReplicatedParameters& parameters, Archive& archive,
 // Saves a slot's whole tensor, of which `part` is here; of a model that is split, on one of the workers that have it.
 void save_slot(const ReplicatedParameters& parameters, std::size_t slot, const Tensor& part, Archive& archive,
                const std::string& name) {
-  if (parameters.is_split() && parameters.workers().rank() != 0) return;
+  if (parameters.is_split() && parameters.topology().gradients.rank() != 0) return;
   const auto whole = parameters.whole(slot, part);
   if (!parameters.is_split() || parameters.is_first_holder(slot)) archive.tensors[name] = data::to_stored(whole);
 }
@@ -161,7 +162,7 @@ Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& param
       parameters->forget_seen();
     };
   };
-  return {save, load, parameters->all_workers()};
+  return {save, load, parameters->topology().all};
 }
 
 Trackable ReplicatedModule::replica_buffers() const {
@@ -171,7 +172,7 @@ Trackable ReplicatedModule::replica_buffers() const {
   // Collective over the workers: all replicas' buffers, numbered through.
   const auto save_own = [parameters = impl_, name_of](Archive& archive, const std::string& prefix) {
     parameters->fetch(for_devices());
-    const auto& workers = parameters->data_workers();
+    const auto& workers = parameters->topology().tokens;
     const int replicas = parameters->replicas();
     archive.entries[joined(prefix, "replicas")] = std::to_string(replicas * workers.size());
     archive.set_numbers(joined(prefix, kSeen), parameters->seen_by_all());
@@ -195,7 +196,7 @@ Trackable ReplicatedModule::replica_buffers() const {
   };
   const auto load = [parameters = impl_, name_of](const Archive& archive,
                                                   const std::string& prefix) -> std::function<void()> {
-    const auto& workers = parameters->data_workers();
+    const auto& workers = parameters->topology().tokens;
     const int all = parameters->replicas() * workers.size(), first = parameters->replicas() * workers.rank();
     if (archive.entry(joined(prefix, "replicas")) != std::to_string(all)) return [] {};
     // Files of earlier versions do not have this entry.
@@ -217,7 +218,7 @@ Trackable ReplicatedModule::replica_buffers() const {
       }
     };
   };
-  return {save, load, impl_->all_workers()};
+  return {save, load, impl_->topology().all};
 }
 
 void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const {
@@ -341,7 +342,7 @@ Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) 
       updater.restore_learning_rate(loaded.rate);
     };
   };
-  return {save, load, gradients->parameters().all_workers()};
+  return {save, load, gradients->parameters().topology().all};
 }
 
 Trackable ReplicatedOptimizer::trackable() const {
@@ -350,7 +351,7 @@ Trackable ReplicatedOptimizer::trackable() const {
     const auto specs = gradients->updater().optimizer().rule().states();
     for (std::size_t i = 0; i < gradients->parameters().slots().size(); ++i) {
       const auto& slot = gradients->parameters().slots()[i];
-      if (!slot.trainable || gradients->servers() != nullptr) continue;  // servers have theirs
+      if (!slot.trainable || strategy::servers_of(*gradients) != nullptr) continue;  // servers have theirs
       for (std::size_t k = 0; k < specs.size(); ++k)
         visit(joined(prefix, strategy::name_of_state(specs[k], slot.name)), i, k);
     }
@@ -382,7 +383,7 @@ Trackable ReplicatedOptimizer::trackable() const {
       gradients->tell_restored();
     };
   };
-  return {save, load, impl_->parameters().all_workers(), files_};
+  return {save, load, impl_->parameters().topology().all, files_};
 }
 
 }  // namespace lockstep

@@ -152,9 +152,9 @@ StrategyScope::StrategyScope(std::shared_ptr<StrategyImpl> strategy)
 StrategyScope::~StrategyScope() { innermost = std::move(before_); }
 
 Strategy Strategy::current() { return innermost == nullptr ? OneDeviceStrategy() : Strategy(innermost); }
-int Strategy::num_replicas_in_sync() const { return impl_->all_replicas(); }
+int Strategy::num_replicas_in_sync() const { return impl_->topology().all_replicas(); }
 int Strategy::num_local_replicas() const { return impl_->replicas(); }
-bool Strategy::is_chief() const { return impl_->is_chief(); }
+bool Strategy::is_chief() const { return impl_->topology().is_chief(); }
 std::vector<std::string> Strategy::devices() const { return impl_->settings().devices; }
 bool Strategy::runs_programs() const { return impl_->programs() != nullptr; }
 std::vector<std::vector<Tensor>> Strategy::run_program(const internal::StepToRun& step) const {
@@ -165,7 +165,7 @@ std::vector<std::vector<Tensor>> Strategy::run_program(const internal::StepToRun
 void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
 
 Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
-  const auto& workers = impl_->data_workers();
+  const auto& workers = impl_->topology().data;
   const auto here = value_of_each(workers, "Strategy::reduce", static_cast<std::int64_t>(op), {}, [&] {
     check_equal_shapes(values);
     std::vector<Tensor> together;
@@ -185,7 +185,7 @@ Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
 double Strategy::reduce(ReduceOp op, const PerReplica<double>& values) const {
   double result = fold(
       op, values, [](double a, double b) { return std::min(a, b); }, [](double a, double b) { return std::max(a, b); });
-  const auto& workers = impl_->data_workers();
+  const auto& workers = impl_->topology().data;
   if (workers.size() == 1) return result;
   auto call = Call::all_reduce(buffer_of(std::span(&result, 1)), op);
   call.purpose = kReducingNumbers;
@@ -194,7 +194,7 @@ double Strategy::reduce(ReduceOp op, const PerReplica<double>& values) const {
 }
 
 Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) const {
-  const auto& workers = impl_->data_workers();
+  const auto& workers = impl_->topology().data;
   const auto here = value_of_each(workers, "Strategy::gather", 0, axis, [&] {
     std::vector<Tensor> parts;
     for (const auto& value : values) parts.push_back(value.to(values[0].device()));
@@ -209,8 +209,8 @@ DistributedDataset Strategy::distribute(const Dataset& dataset) const {
 
 DistributedDataset Strategy::distribute_from_function(
     const std::function<Dataset(const InputContext&)>& function) const {
-  return {function({.num_input_pipelines = impl_->data_workers().size(),
-                    .input_pipeline_id = impl_->data_workers().rank(),
+  return {function({.num_input_pipelines = impl_->topology().data.size(),
+                    .input_pipeline_id = impl_->topology().data.rank(),
                     .num_replicas_in_sync = num_replicas_in_sync()}),
           Distribution::one_each, impl_->local_replicas()};
 }
@@ -248,11 +248,11 @@ std::shared_ptr<ReplicatedParameters> strategy::replicate_modules(StrategyImpl& 
   });
   if (const auto* const parallelism = strategy.parallelism()) {
     return std::make_shared<ReplicatedParameters>(modules[0], parallelism->split(*modules[0]), strategy.placement(),
-                                                  parallelism->gradient_workers(), strategy.workers());
+                                                  strategy.topology());
   }
   const auto on_replicas = [&](const auto& function) { strategy.on_replicas(function); };
-  auto parameters =
-      std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement(), on_replicas, strategy.workers());
+  auto parameters = std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement(), on_replicas,
+                                                           strategy.topology());
   if (strategy.programs() != nullptr) parameters->put_on(*strategy.programs());
   return parameters;
 }

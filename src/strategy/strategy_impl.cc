@@ -11,10 +11,11 @@
 #include "base/hash.h"
 #include "base/resources.h"
 #include "base/text.h"
-#include "collective/group_of_generation.h"
 #include "elastic/failures.h"
+#include "elastic/group_of_generation.h"
 #include "elastic/next_generation.h"
 #include "lockstep/base/version.h"
+#include "strategy/parameter_server_sync.h"
 
 namespace lockstep {
 namespace {
@@ -51,10 +52,21 @@ strategy::StrategySettings checked(strategy::StrategySettings settings) {
   return settings;
 }
 
+// Without the processes of `workers`, who find each other later.
+Topology topology_of(const strategy::StrategySettings& settings) {
+  auto topology = settings.parallelism != nullptr ? settings.parallelism->topology() : Topology();
+  topology.replicas = static_cast<int>(settings.devices.size());
+  topology.replicas_in_step = settings.replicas_in_step;
+  topology.came_later = settings.workers && settings.workers->job && settings.workers->job->is_newcomer();
+  topology.may_be_chief = settings.servers == nullptr || settings.servers->is_chief();
+  return topology;
+}
+
 }  // namespace
 
 StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
     : settings_(checked(std::move(settings))),
+      topology_(topology_of(settings_)),
       threads_({.replicas = replicas(),
                 .threads_per_replica = settings_.threads_per_replica,
                 .cpus = settings_.partition.cpus(),
@@ -66,17 +78,14 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   make_groups();
   all_groups_.resize(settings_.devices.size());
   if (!settings_.workers) return;
-  job_ = settings_.workers->job;
-  if (is_elastic() && !job_->is_newcomer()) {
-    presence_ = elastic::show_presence(job_->stores()->here(), job_->members().self().name);
-  }
-  workers_ = parallelism() ? parallelism()->workers()
-                           : Communicator(job_->group(settings_.workers->group), settings_.timeout_seconds, "worker");
+  if (is_elastic()) membership_.emplace(*settings_.workers->job, topology_.row_size, topology_.part);
+  if (parallelism() == nullptr)
+    topology_.train_with({job()->group(settings_.workers->group), settings_.timeout_seconds, "worker"});
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
-  workers_.check_all_agree("strategies", describe());
-  seed_ = std::stoull(workers_.broadcast(std::to_string(seed_)));
+  topology_.all.check_all_agree("strategies", describe());
+  seed_ = std::stoull(topology_.all.broadcast(std::to_string(seed_)));
   if (programs() != nullptr) {
-    watch_.emplace(workers_.with_group(job_->group(settings_.workers->group)),
+    watch_.emplace(topology_.all.with_group(job()->group(settings_.workers->group)),
                    [devices = programs()](const std::string& reason) { devices->fail_waiters(reason); });
   }
 }
@@ -105,9 +114,9 @@ std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram&
     await(launched);
     throw;
   } catch (const std::exception& error) {
-    if (workers_.size() > 1) {
+    if (topology_.all.size() > 1) {
       tell_failure(error);
-      workers_.abort(error.what());
+      topology_.all.abort(error.what());
     }
     await(launched);
     throw;
@@ -132,17 +141,17 @@ void StrategyImpl::await(ops::LaunchedProgram& launched) {
 
 void StrategyImpl::check_same_program(const std::string& name, const std::vector<at::Tensor>& inputs,
                                       const ops::CompiledProgram& program) const {
-  if (workers_.size() == 1) return;
+  if (topology_.all.size() == 1) return;
   std::string shapes;
   for (const auto& input : inputs) shapes += text(" ", input.scalar_type(), " ", input.sizes());
-  workers_.check_all_agree(text("programs of ", name),
-                           text("inputs", shapes, "\na program with the hash ", program.hash()));
+  topology_.all.check_all_agree(text("programs of ", name),
+                                text("inputs", shapes, "\na program with the hash ", program.hash()));
 }
 
 double StrategyImpl::learning_rate_factor() const {
   const auto& batch = settings_.worker_batch;
   if (!batch) return 1;
-  const double ratio = static_cast<double>(workers_.size()) / batch->learning_rate_workers;
+  const double ratio = static_cast<double>(topology_.all.size()) / batch->learning_rate_workers;
   const double factor = batch->scaling(ratio);
   if (factor > 0 && std::isfinite(factor)) return factor;
   throw InvalidArgument(text("elastic.worker_batch.scaling(", ratio, ") is ", factor, "; it must be above 0"));
@@ -158,26 +167,40 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
     options.replace_differing_copies = settings_.workers->replace_differing_copies;
     if (is_elastic()) {
       options.elastic.emplace(
-          gradient::ElasticRanks{.is_newcomer = is_newcomer(), .hosts = [this] { return hosts(); }});
+          gradient::ElasticRanks{.is_newcomer = topology_.is_newcomer(), .hosts = [this] { return hosts(); }});
     }
   }
   options.devices = settings_.programs;
-  if (servers() == nullptr) return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
+  if (servers() == nullptr) {
+    if (!strategy::embeddings_of(*parameters, 0).empty()) {
+      throw InvalidArgument(
+          "a ShardedEmbedding needs ParameterServerStrategy, whose servers have its rows; with other strategies use "
+          "Embedding");
+    }
+    return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
+  }
+  const auto& ranks = optimizer.options().gradient_ranks;
+  if (ranks && ranks->ranks.size() > 1) {
+    throw InvalidArgument(
+        "the optimizer's gradients are summed with those of other processes, and parameter servers sum those of all "
+        "workers; take one or the other");
+  }
   parameters->update_trainable();
-  options.timeout_seconds = settings_.timeout_seconds;
-  options.servers = servers()->make_model(
-      {.variables = gradient::variables_of(*parameters), .tables = gradient::tables_of(*parameters)}, optimizer);
+  const std::shared_ptr<parameter_server::Client> client = servers()->make_model(
+      {.variables = strategy::variables_of(*parameters), .tables = strategy::tables_of(*parameters)}, optimizer);
+  options.make_remote_sync = [&](ReplicatedParameters& of) {
+    return std::make_unique<strategy::ParameterServerSync>(of, client, settings_.timeout_seconds);
+  };
   auto path = std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
-  if (servers()->is_chief() && !servers()->was_trained(*path->servers())) path->sync().store(deadline());
+  if (servers()->is_chief() && !servers()->was_trained(*client)) path->sync().store(deadline());
   return path;
 }
 
 std::vector<std::string> StrategyImpl::hosts() const {
-  const auto& processes = job_->members().processes;
-  const auto row = static_cast<std::size_t>(row_size());
+  const auto& processes = membership_->members().processes;
+  const auto row = static_cast<std::size_t>(topology_.row_size);
   std::vector<std::string> hosts;
-  for (auto rank = static_cast<std::size_t>(parallelism() ? parallelism()->part() : 0); rank < processes.size();
-       rank += row)
+  for (auto rank = static_cast<std::size_t>(topology_.part); rank < processes.size(); rank += row)
     hosts.push_back(processes[rank].host);
   return hosts;
 }
@@ -189,15 +212,15 @@ std::vector<std::shared_ptr<GradientPath>> StrategyImpl::paths_of_loops() {
   return paths;
 }
 
-internal::LocalReplicas StrategyImpl::local_replicas() const {
-  return {torch_devices_, data_workers(), data_workers()};
+internal::LocalReplicas StrategyImpl::local_replicas(const Topology& topology) const {
+  return {torch_devices_, topology.has_own_data() ? Communicator() : topology.data, topology.data};
 }
 
 const Group& StrategyImpl::group(int replica) const {
-  if (data_workers().size() == 1) return local_group(replica);
-  if (replicas() == 1) return data_workers().group();
+  if (topology_.data.size() == 1) return local_group(replica);
+  if (replicas() == 1) return topology_.data.group();
   auto& group = all_groups_[static_cast<std::size_t>(replica)];
-  if (!group) group = job_->replica_group(replicas(), replica, settings_.workers->group);
+  if (!group) group = job()->replica_group(replicas(), replica, settings_.workers->group);
   return *group;
 }
 
@@ -209,7 +232,7 @@ gradient::Placement StrategyImpl::placement() const {
   const bool on_gpus =
       std::any_of(torch_devices_.begin(), torch_devices_.end(), [](auto device) { return !device.is_cpu(); });
   if (!on_gpus) return settings_.placement;
-  const bool in_host_memory = replicas() > 1 || servers() != nullptr || parallelism() != nullptr ||
+  const bool in_host_memory = replicas() > 1 || servers() != nullptr || topology_.is_split ||
                               (settings_.workers && settings_.workers->shard_optimizer_state);
   return in_host_memory ? gradient::Placement::staged : gradient::Placement::device;
 }
@@ -236,16 +259,12 @@ void StrategyImpl::on_replicas(const std::function<void(int)>& function) {
 }
 
 void StrategyImpl::regroup(const elastic::Change& change) {
-  const auto& elastic = *settings_.workers->elastic;
-  auto in_rows = change;
-  in_rows.row_size = row_size();
-  job_ = job_->regroup(in_rows, Deadline::after(std::chrono::duration<double>(elastic.regroup_seconds)));
+  membership_->regroup(change, settings_.workers->elastic->regroup_seconds);
   if (!change.leaves) take_group();
 }
 
-void StrategyImpl::join(const elastic::Members& members, std::shared_ptr<void> presence) {
-  presence_ = std::move(presence);
-  job_ = job_->joined(members);
+void StrategyImpl::join() {
+  membership_->take_place();
   take_group();
 }
 
@@ -253,16 +272,16 @@ void StrategyImpl::take_group() {
   auto options = settings_.workers->group;
   options.timeout_seconds = settings_.workers->elastic->regroup_seconds;
   if (parallelism() != nullptr)
-    parallelism()->regroup(*job_, options.timeout_seconds);
+    parallelism()->regroup(*job(), options.timeout_seconds);
   else
-    workers_.regroup(collective::group_of_generation(*job_, options));
+    topology_.all.regroup(elastic::group_of_generation(*job(), options));
   for (auto& group : all_groups_) group.reset();
 }
 
 // Aborts the Groups of this process and of the workers with the reason, so that nobody waits for this replica. Other
 // workers find by themselves that one is lost.
 void StrategyImpl::fail(int replica) const {
-  std::string why = text("replica ", first_replica() + replica, " failed");
+  std::string why = text("replica ", topology_.first_replica() + replica, " failed");
   bool all_know = false;
   try {
     throw;
@@ -271,24 +290,30 @@ void StrategyImpl::fail(int replica) const {
     why = error.what();
   } catch (const std::exception& error) {
     tell_failure(error);
-    if (workers_.size() > 1) why += text(here(), ": ", error.what());
+    if (topology_.all.size() > 1) why += text(here(), ": ", error.what());
   } catch (...) {
   }
   local_group(replica).abort(why);
   if (all_know) return;
-  if (workers_.size() > 1) workers_.group().abort(why);
+  if (topology_.all.size() > 1) topology_.all.group().abort(why);
   const auto& all = all_groups_[static_cast<std::size_t>(replica)];
   if (all) return all->abort(why);
-  if (workers_.size() > 1 && job_) job_->fail_waiters(why);  // other replicas may be making that Group
+  if (topology_.all.size() > 1 && job() != nullptr)
+    job()->fail_waiters(why);  // other replicas may be making that Group
 }
 
-std::string StrategyImpl::here() const { return job_ ? text(" on ", job_->world().host) : ""; }
+const Job* StrategyImpl::job() const {
+  if (membership_) return &membership_->job();
+  return settings_.workers && settings_.workers->job ? &*settings_.workers->job : nullptr;
+}
+
+std::string StrategyImpl::here() const { return job() != nullptr ? text(" on ", job()->world().host) : ""; }
 
 // Before the Groups are aborted: whoever notices that finds the reason.
 void StrategyImpl::tell_failure(const std::exception& error) const {
   if (watch_) watch_->abort(error.what());
   if (!is_elastic() || !elastic::is_of_program(error)) return;
-  elastic::tell_failure(*job_->stores(), job_->members(), completed_sections_.count, error);
+  elastic::tell_failure(membership_->stores(), membership_->members(), completed_sections_.count, error);
 }
 
 void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {
@@ -306,7 +331,7 @@ std::vector<std::uint64_t> StrategyImpl::next_run_seeds() {
   const auto run_seed = mix(seed_, ++runs_);
   std::vector<std::uint64_t> seeds;
   for (int replica = 0; replica < replicas(); ++replica)
-    seeds.push_back(mix(run_seed, static_cast<std::uint64_t>(first_replica() + replica)));
+    seeds.push_back(mix(run_seed, static_cast<std::uint64_t>(topology_.first_replica() + replica)));
   return seeds;
 }
 

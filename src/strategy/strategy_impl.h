@@ -9,10 +9,12 @@
 
 #include "base/hash.h"
 #include "collective/refused_by_all.h"
+#include "collective/topology.h"
+#include "elastic/membership.h"
 #include "elastic/sections.h"
 #include "gradient/gradient_path.h"
 #include "lockstep/base/random.h"
-#include "lockstep/collective/job.h"
+#include "lockstep/elastic/job.h"
 #include "lockstep/strategy/multi_worker_mirrored_strategy.h"
 #include "lockstep/strategy/strategy.h"
 #include "ops/replica_random.h"
@@ -32,7 +34,7 @@ std::shared_ptr<ReplicatedParameters> replicate_modules(StrategyImpl& strategy, 
 
 // This process among those that train together.
 struct WorkerSettings {
-  std::optional<Job> job;  // none: see StrategySettings::parallelism
+  std::optional<Job> job;  // none: of a mesh that was made of a Group
   GroupOptions group;
   gradient::BucketOptions buckets;
   bool shard_optimizer_state = false;
@@ -55,7 +57,7 @@ struct StrategySettings {
   std::shared_ptr<const ModelParallelism> parallelism = {};       // null: each worker has whole models
   std::shared_ptr<parameter_server::ServerCluster> servers = {};  // that have the variables; null: there are none
   std::shared_ptr<ops::ProgramDevices> programs = {};  // devices that run compiled steps; null: threads run steps
-  int replicas_in_sync = 0;                            // that compute a step together; 0: those of all workers
+  int replicas_in_step = 0;                            // that compute a step together; 0: those of all workers
 };
 
 }  // namespace lockstep::strategy
@@ -69,34 +71,12 @@ class StrategyImpl {
   explicit StrategyImpl(strategy::StrategySettings settings);
 
   const strategy::StrategySettings& settings() const { return settings_; }
-  int replicas() const { return static_cast<int>(settings_.devices.size()); }  // of this process
-  // Of all workers, each of which has other examples.
-  int all_replicas() const {
-    return settings_.replicas_in_sync > 0 ? settings_.replicas_in_sync : replicas() * data_workers().size();
-  }
-  int first_replica() const { return replicas() * data_workers().rank(); }  // of this process, among all
+  int replicas() const { return topology_.replicas; }  // of this process
 
-  // The processes that train together; and those of them that divide the data of a step: all, unless models are split
-  // over several.
-  const Communicator& workers() const { return workers_; }
-  const Communicator& data_workers() const { return parallelism() ? parallelism()->data_workers() : workers_; }
+  // The processes that train together, and this one's place among them: the workers.
+  const Topology& topology() const { return topology_; }
+
   const strategy::ModelParallelism* parallelism() const { return settings_.parallelism.get(); }
-
-  // Those that have the same part of models, or the same models.
-  const Communicator& same_part_workers() const {
-    return parallelism() ? parallelism()->same_part_workers() : workers_;
-  }
-
-  // How many workers have one copy of a model together.
-  int row_size() const { return parallelism() ? parallelism()->row_size() : 1; }
-
-  // Whether replicas without examples compute as well (ModelParallelism).
-  bool computes_without_examples() const {
-    return parallelism() != nullptr && parallelism()->computes_without_examples();
-  }
-
-  // Whether this process's losses and outputs count.
-  bool counts() const { return parallelism() == nullptr || parallelism()->counts(); }
 
   // Whether training may go on without workers that are lost.
   bool is_elastic() const { return settings_.workers && settings_.workers->elastic; }
@@ -108,32 +88,31 @@ class StrategyImpl {
   void abort_on_error(const Communicator& ranks, const Act& act) const;
   template <class Act>
   void abort_on_error(const Act& act) const {
-    abort_on_error(workers(), act);
+    abort_on_error(topology_.all, act);
   }
 
   // Does what collective::check_on_all does, over the workers. An elastic strategy calls check() alone: the others go
   // on without a worker that fails.
   void check_on_all(const std::function<void()>& check) const {
     if (is_elastic()) return check();
-    collective::check_on_all(workers_, "worker", check);
+    collective::check_on_all(topology_.all, "worker", check);
   }
 
-  // Goes on with the workers that remain and those that come: replaces the Group of `workers()`. Collective over them,
+  // Goes on with the workers that remain and those that come: replaces the topology's Groups. Collective over them,
   // between runs. Throws what Job::regroup and Job::group throw; after those of the latter the job is of the next
   // generation.
   void regroup(const elastic::Change& change);
 
   // Of a newcomer: takes the place that the workers have given it. Collective over them, which regroup.
-  void join(const elastic::Members& members, std::shared_ptr<void> presence);
+  void join();
 
   // Of an elastic strategy's rates, for as many workers as there are. Throws InvalidArgument where the user's rule
   // returns no positive number.
   double learning_rate_factor() const;
 
-  // Whether this process came to a job that runs, and has not joined its workers yet.
-  bool is_newcomer() const { return job_ && job_->is_newcomer(); }
-
-  const Job& job() const { return *job_; }  // of an elastic strategy
+  // Of an elastic strategy.
+  elastic::Membership& membership() { return *membership_; }
+  const elastic::Membership& membership() const { return *membership_; }
 
   // What must be the same for all workers, in lines.
   std::string describe() const;
@@ -174,11 +153,6 @@ class StrategyImpl {
   void check_same_program(const std::string& name, const std::vector<at::Tensor>& inputs,
                           const ops::CompiledProgram& program) const;
 
-  // Whether this process decides: it alone writes logs and checkpoints.
-  bool is_chief() const {
-    return servers() != nullptr ? servers()->is_chief() : workers_.rank() == 0 && !is_newcomer();
-  }
-
   std::shared_ptr<GradientPath> make_gradient_path(const Optimizer& optimizer,
                                                    std::shared_ptr<ReplicatedParameters> parameters) const;
 
@@ -190,7 +164,7 @@ class StrategyImpl {
   // other workers hears from it which of them is late.
   Deadline deadline() const {
     constexpr double kForOtherWorkers = 2;
-    const double seconds = settings_.timeout_seconds + (workers_.size() > 1 ? kForOtherWorkers : 0);
+    const double seconds = settings_.timeout_seconds + (topology_.all.size() > 1 ? kForOtherWorkers : 0);
     return Deadline::after(std::chrono::duration<double>(seconds));
   }
 
@@ -209,7 +183,8 @@ class StrategyImpl {
 
   c10::Device torch_device(int replica) const { return torch_devices_[static_cast<std::size_t>(replica)]; }
   const std::vector<c10::Device>& torch_devices() const { return torch_devices_; }
-  internal::LocalReplicas local_replicas() const;
+  internal::LocalReplicas local_replicas() const { return local_replicas(topology_); }
+  internal::LocalReplicas local_replicas(const Topology& topology) const;
 
   // Where variables live: with GPUs, a copy on each; with several GPUs, updates are made in host memory.
   gradient::Placement placement() const;
@@ -223,23 +198,23 @@ class StrategyImpl {
 
  private:
   void take_group();
-  std::vector<std::string> hosts() const;  // of same_part_workers(): [rank]
+  std::vector<std::string> hosts() const;  // of topology().same_part: [rank]
   int spin_rounds() const;
   void make_groups();
   void fail(int replica) const;  // of the exception that is handled
   void tell_failure(const std::exception& error) const;
   static void await(ops::LaunchedProgram& launched);
   void count_run() { ended_runs_.fetch_add(1, std::memory_order_relaxed); }
+  const Job* job() const;    // with workers: of this generation; else null
   std::string here() const;  // the host's name, for messages
 
   const strategy::StrategySettings settings_;
-  std::optional<Job> job_;                  // with workers: of this generation
-  std::shared_ptr<void> presence_;          // of an elastic strategy: others see that this process lives
-  std::vector<c10::Device> torch_devices_;  // [replica]
+  Topology topology_;
+  std::optional<elastic::Membership> membership_;            // of an elastic strategy
+  std::vector<c10::Device> torch_devices_;                   // [replica]
   std::vector<std::unique_ptr<ops::ReplicaRandom>> random_;  // [replica], that replica's own while it runs
   std::vector<Group> groups_;                                // [replica]
-  Communicator workers_;
-  mutable std::vector<std::optional<Group>> all_groups_;  // [replica], of all workers' replicas; that replica's own
+  mutable std::vector<std::optional<Group>> all_groups_;     // [replica], of all workers' replicas; that replica's own
   std::uint64_t seed_ = next_random_seed();
   std::uint64_t runs_ = 0, loops_ = 0;
   std::atomic<std::uint64_t> ended_runs_ = 0;

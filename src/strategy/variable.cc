@@ -18,9 +18,9 @@ class VariableImpl {
         sizes(initial.sizes().vec()),
         dtype(initial.scalar_type()),
         devices(unwrap(strategy).torch_devices()),
-        workers(unwrap(strategy).data_workers()) {
+        workers(unwrap(strategy).topology().data) {
     const auto shared = initial.detach().clone();
-    broadcast(unwrap(strategy).workers(), {shared});
+    broadcast(unwrap(strategy).topology().all, {shared});
     for (const auto& device : devices) copies.push_back(at::empty_like(shared, device));
     set_all(shared);
     if (auto* const programs = unwrap(strategy).programs()) in_programs = programs->variables({copies});

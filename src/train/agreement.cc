@@ -113,7 +113,7 @@ void Agreement::wait_for_newcomers(const std::function<void()>& save) {
   const std::shared_ptr<void> ends(nullptr, [this](void*) { worker_.waits = has_waited_ = false; });
   do {
     std::this_thread::sleep_for(kBetweenQuestions);
-    has_waited_ = worker_.strategy().is_chief() && deadline.passed();
+    has_waited_ = worker_.strategy().topology().is_chief() && deadline.passed();
     agree(false);
     if (agreed_[terminated] + agreed_[interrupted] > 0) break;
     if (agreed_[newcomers] > 0) {

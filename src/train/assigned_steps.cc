@@ -4,6 +4,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "strategy/parameter_server_sync.h"
 #include "strategy/split.h"
 #include "train/fit_options.h"
 #include "train/local_state.h"
@@ -25,7 +26,7 @@ class AssignedSteps final : public StepSource {
           "fit: with parameter servers the chief gives workers batches by their places in the data set, so its "
           "auto_shard_policy must be AutoShardPolicy::automatic or data");
     }
-    const auto& client = *impl.gradients->servers();
+    const auto& client = *strategy::servers_of(*impl.gradients);
     if (impl.servers()->claims_first_values(client)) store();
   }
 
@@ -80,7 +81,7 @@ class AssignedSteps final : public StepSource {
   void store() { impl_.gradients->sync().store(unwrap(impl_.strategy).deadline()); }
 
   void begin() {
-    const auto& client = *impl_.gradients->servers();
+    const auto& client = *strategy::servers_of(*impl_.gradients);
     impl_.servers()->require_known(client);
     if (impl_.servers()->tell_training(client)) store();  // a server may have been started again before
     batch_size_ = strategy::first_element(data_, impl_.replicas(), impl_.progress.position.epoch).size();

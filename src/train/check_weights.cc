@@ -46,12 +46,12 @@ std::set<std::string> names_of_all(const ReplicatedParameters& parameters,
                                    const std::map<std::string, std::vector<std::int64_t>>& mine) {
   std::vector<std::string> names;
   for (const auto& [name, shape] : mine) names.push_back(name);
-  if (parameters.is_split()) names = lines_of_all(parameters.all_workers(), names);
+  if (parameters.is_split()) names = lines_of_all(parameters.topology().all, names);
   return {names.begin(), names.end()};
 }
 
 std::vector<std::string> problems_of_all(const ReplicatedParameters& parameters, std::vector<std::string> mine) {
-  return parameters.is_split() ? lines_of_all(parameters.all_workers(), mine) : std::move(mine);
+  return parameters.is_split() ? lines_of_all(parameters.topology().all, mine) : std::move(mine);
 }
 
 // Tensors of a full checkpoint that are no weights.
@@ -109,7 +109,7 @@ std::set<std::string> train::check_weights(const Archive& archive, const Replica
   auto found = differences(archive, parameters, expected, options);
   const auto refused = problems_of_all(parameters, std::move(found.refused));
   if (!refused.empty())
-    throw collective::RefusedByAll(parameters.all_workers(),
+    throw collective::RefusedByAll(parameters.topology().all,
                                    text("the checkpoint is of another model: ", join(shortened(refused), "; ")));
   if (!options.by_name && !options.skip_mismatch) return {};
   const auto passed_over = shortened(problems_of_all(parameters, std::move(found.passed_over)));
@@ -120,9 +120,9 @@ std::set<std::string> train::check_weights(const Archive& archive, const Replica
   loaded = problems_of_all(parameters, std::move(loaded));
   if (loaded.empty())
     throw collective::RefusedByAll(
-        parameters.all_workers(),
+        parameters.topology().all,
         text("load_weights: no variable of the model would be loaded: ", join(passed_over, "; ")));
-  if (!passed_over.empty() && parameters.all_workers().rank() == 0) {
+  if (!passed_over.empty() && parameters.topology().all.rank() == 0) {
     log_warning(text("load_weights: the model takes ", loaded.size(),
                      " variables; not loaded, and left as they are: ", join(passed_over, "; ")));
   }

@@ -26,34 +26,35 @@ std::string shared_callbacks(const FitOptions& options) {
 }  // namespace
 
 void compare_fits(const ModelImpl& impl, const Dataset& data, const FitOptions& options) {
-  if (impl.gradients->own_data()) {
-    impl.peers().check_all_agree(
+  if (impl.topology.has_own_data()) {
+    impl.topology.peers.check_all_agree(
         "fits", text("epochs ", options.epochs, "\ninitial_epoch ", options.initial_epoch, "\nsteps_per_epoch ",
                      options.steps_per_epoch, "\n", impl.parameters->describe_frozen()));
-  } else if (impl.peers().size() > 1) {
-    impl.peers().check_all_agree("fits", text(describe_fit(impl, data, options, impl.replicas()), "\n",
-                                              impl.parameters->is_split() ? "" : impl.parameters->describe_frozen()));
+  } else if (impl.topology.peers.size() > 1) {
+    impl.topology.peers.check_all_agree("fits",
+                                        text(describe_fit(impl, data, options, impl.replicas()), "\n",
+                                             impl.parameters->is_split() ? "" : impl.parameters->describe_frozen()));
     const bool trains = options.epochs > options.initial_epoch;
     if (trains && !strategy::first_element(data, impl.replicas()).x.defined())  // nor is there one on any other
-      throw collective::RefusedByAll(impl.peers(), "fit: the data set yielded no batch");
+      throw collective::RefusedByAll(impl.topology.peers, "fit: the data set yielded no batch");
   }
 }
 
 void compare_callbacks(const ModelImpl& impl, const FitOptions& options) {
-  if (impl.workers().size() > 1) impl.workers().check_all_agree("callbacks", shared_callbacks(options));
+  if (impl.topology.all.size() > 1) impl.topology.all.check_all_agree("callbacks", shared_callbacks(options));
 }
 
 void compare_states(const Model& model) {
   const auto& impl = unwrap(model);
-  if (!impl.has_other_fits()) return;
-  if (impl.gradients->own_data()) {
-    impl.peers().check_all_agree(
+  if (!impl.topology.has_peers_with_own_models()) return;
+  if (impl.topology.has_own_data()) {
+    impl.topology.peers.check_all_agree(
         "first weights (give all those of one, by BroadcastGlobalVariablesCallback or broadcast_parameters)",
         impl.parameters->hashes());
   } else {
-    impl.parameters->compare_copies(impl.peers());
+    impl.parameters->compare_copies(impl.topology.peers);
   }
-  impl.peers().check_all_agree(
+  impl.topology.peers.check_all_agree(
       "starting points (broadcast what one restored at the beginning of the training)",
       text("step ", model.iterations(), "\nepoch ", impl.progress.epoch, "\nbatch ", impl.progress.batch));
 }
@@ -67,7 +68,7 @@ std::string describe_member(const ModelImpl& impl, const Dataset& data, const Fi
 }
 
 void warn_of_copies(const ModelImpl& impl) {
-  if (impl.peers().size() > 1 || impl.servers() != nullptr || unwrap(impl.strategy).is_elastic()) return;
+  if (impl.topology.peers.size() > 1 || impl.servers() != nullptr || unwrap(impl.strategy).is_elastic()) return;
   try {
     const auto cluster = resolve_cluster([](const char* name) { return std::getenv(name); });
     if (cluster.world.size == 1) return;

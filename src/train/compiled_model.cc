@@ -189,7 +189,7 @@ CompiledModel::Prepared CompiledModel::prepare(Kind kind, std::vector<Parts>& ba
   std::vector<bool> here;
   for (std::size_t step = 0; step < inputs[0].size(); ++step)
     here.push_back(kind == Kind::train && updates(inputs, step));
-  const auto& workers = unwrap(impl_.strategy).workers();
+  const auto& workers = impl_.topology.all;
   const auto all =
       agree_on_launch(workers, workers.size() == 1 ? "" : described(kind, inputs), inputs, std::move(here));
   prepared.compiled = program_for(kind, inputs, all);

@@ -121,7 +121,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
         if (std::exchange(regroups, workers().regroups()) != workers().regroups()) batch = batches.again();
         found.assign(count, 0);
         found = step(batch);
-        if (!strategy().counts()) found.assign(count, 0);  // another worker computed the same
+        if (!strategy().topology().counts()) found.assign(count, 0);  // another worker computed the same
         ++place.steps;
         recovery_.set_updated();
       }
@@ -153,7 +153,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
     });
   }
 
-  const Communicator& workers() const { return strategy().workers(); }
+  const Communicator& workers() const { return strategy().topology().all; }
 
   std::string describe() const {
     std::string names;
@@ -222,7 +222,7 @@ Trackable ElasticLoop::trackable() {
   const auto load = [&place](const Archive& archive, const std::string& prefix) -> std::function<void()> {
     return [&place, loaded = Place::load(archive, prefix)] { place = loaded; };
   };
-  return {save, load, impl_->strategy().workers()};
+  return {save, load, impl_->strategy().topology().all};
 }
 
 std::int64_t ElasticLoop::steps() const { return impl_->steps(); }

@@ -81,14 +81,14 @@ class SameBatches {
   // mean. Where batches differ this is collective, and throws InvalidArgument on all workers, naming one and what
   // differs.
   void check(std::span<const double> sums, std::int64_t batch, std::uint64_t hash, bool is_last) const {
-    const auto& workers = impl_.workers();
+    const auto& workers = impl_.topology.all;
     if (sums[0] * sums[0] + sums[1] * sums[1] == sums[2] * workers.size()) return;
     workers.check_all_agree("data", text(options_, caller_, ": a batch with the hash ", hash, " as batch ", batch,
                                          is_last ? ", the last one" : ", and more after it"));
   }
 
   bool are_compared(const DistributedIterator& iterator) const {
-    return impl_.workers().size() > 1 && !iterator.is_sharded();
+    return impl_.topology.all.size() > 1 && !iterator.is_sharded();
   }
 
  private:
@@ -112,7 +112,7 @@ class Batches {
       if (!next_) throw InvalidArgument(kEmpty);
     });
     if (!next_) next_ = iterator_->next_parts();
-    if (!next_) throw collective::RefusedByAll(impl.workers(), kEmpty);
+    if (!next_) throw collective::RefusedByAll(impl.topology.all, kEmpty);
   }
 
   // Calls visit(batch) for each; returns how many there were. After each it calls finish(numbers), which returns their
@@ -147,8 +147,7 @@ class Batches {
 
 // Throws where this worker cannot evaluate. Communicates with nobody.
 void require_evaluable(const ModelImpl& impl, const Dataset& data, std::int64_t steps) {
-  const auto& strategy = unwrap(impl.strategy);
-  if (strategy.is_newcomer() && strategy.parallelism() != nullptr) {
+  if (impl.topology.is_newcomer() && impl.topology.is_split) {
     throw ClusterError(
         "evaluate, predict: this process comes to a job that runs, and has a part of a model until fit, in which the "
         "others take it in; call them after fit, or not where LOCKSTEP_JOIN is set");
@@ -213,7 +212,7 @@ std::vector<Tensor> outputs_of(const std::vector<Tensor>& parts) {
 // How many batches, and the logs.
 std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset& data, std::int64_t steps) {
   auto& impl = unwrap(model);
-  train::Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.workers());
+  train::Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.topology.all);
   std::optional<PerReplica<train::StepResult>> results;
   const auto visit = [&](PerReplica<internal::Part>& batch) {
     if (impl.programs) {
@@ -227,11 +226,11 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
           const train::AddedLosses added(impl.stages != nullptr ? train::AddedLosses::Use::refused
                                                                 : train::AddedLosses::Use::values_alone);
           const auto outputs = impl.outputs_of_any(replica, part);
-          if (!outputs.defined() || !impl.counts()) return {};
+          if (!outputs.defined() || !impl.topology.counts()) return {};
           const auto& compiled = impl.compiled->loss;
           const auto loss = added.add_to(compiled.terms(part.y, outputs, part.weight), compiled);
           tracker.update(replica.local_replica_id(), part, outputs);
-          return {loss.sum.item<double>(), loss.divisor, impl.counts_examples() ? part.size() : 0};
+          return {loss.sum.item<double>(), loss.divisor, impl.topology.counts_examples() ? part.size() : 0};
         },
         batch));
   };
@@ -252,7 +251,7 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
   const auto in_order = data.with_options({.auto_shard_policy = AutoShardPolicy::data});
   const auto visit = [&](PerReplica<internal::Part>& batch) {
     if (impl.programs) {
-      outputs.push_back(rows_of_all(impl.workers(), outputs_of(impl.programs->predict(batch))));
+      outputs.push_back(rows_of_all(impl.topology.all, outputs_of(impl.programs->predict(batch))));
       return;
     }
     const auto parts = impl.strategy.run(
@@ -261,14 +260,14 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
           const auto in_context = impl.use_context();
           const auto rows = impl.outputs_of_any(replica, part);
           const auto whole = impl.mesh() != nullptr ? impl.mesh()->whole_positions(rows) : rows;
-          return impl.counts() && impl.counts_examples() ? whole : Tensor();
+          return impl.topology.counts() && impl.topology.counts_examples() ? whole : Tensor();
         },
         batch);
-    outputs.push_back(rows_of_all(impl.workers(), outputs_of({parts.begin(), parts.end()})));
+    outputs.push_back(rows_of_all(impl.topology.all, outputs_of({parts.begin(), parts.end()})));
   };
   const auto sum = [&](std::span<const double> numbers) {
     std::vector<double> sums(numbers.begin(), numbers.end());
-    if (!sums.empty()) impl.workers().sum(sums);
+    if (!sums.empty()) impl.topology.all.sum(sums);
     return sums;
   };
   with_batches(impl, "predict", in_order, steps, [&](Batches& batches) { batches.for_each(visit, sum); });

@@ -12,6 +12,7 @@
 #include "train/agreement.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/compare_fits.h"
+#include "train/evaluate.h"
 #include "train/fit_options.h"
 #include "train/fit_worker.h"
 #include "train/follow_chief.h"
@@ -38,8 +39,7 @@ class Fit {
         worker_(impl_, "fit", [this] { become_chief(); }),
         recovery_(worker_),
         agreement_(worker_, recovery_, signals_, [this]() -> const Communicator& { return peers(); }),
-        computes_alone_(on_cpu(unwrap(impl_.strategy).torch_devices()) &&
-                        unwrap(impl_.strategy).parallelism() == nullptr) {
+        computes_alone_(on_cpu(unwrap(impl_.strategy).torch_devices()) && !impl_.topology.is_split) {
     impl_.fitting = true;
     impl_.section_of_fit = [this](const std::function<ModelImpl::Numbers()>& act) {
       ModelImpl::Numbers completed;
@@ -99,7 +99,7 @@ class Fit {
   void train() {
     for (bool begun = false, ended = false; !ended;) {
       try {
-        if (!std::exchange(begun, true) && !(unwrap(impl_.strategy).is_newcomer() ? join() : begin())) return;
+        if (!std::exchange(begun, true) && !(impl_.topology.is_newcomer() ? join() : begin())) return;
         // A training that was interrupted after a callback asked it to stop in the middle of an epoch still finishes
         // that epoch.
         while (progress().epoch < options_.epochs && (!stopping() || progress().batch > 0)) run_epoch();
@@ -148,8 +148,8 @@ class Fit {
     agreement_.agree(impl_.stopping);
     impl_.agreed_to_stop = agreement_.stopping();
   }
-  const Communicator& workers() const { return impl_.workers(); }
-  const Communicator& peers() const { return impl_.peers(); }
+  const Communicator& workers() const { return impl_.topology.all; }
+  const Communicator& peers() const { return impl_.topology.peers; }
 
   void build_for_first_batch() {
     impl_.build_for(data_, "fit");
@@ -249,7 +249,7 @@ class Fit {
     if (said.empty()) return;
     const auto& strategy = unwrap(impl_.strategy);
     const auto number =
-        strategy.is_elastic() ? elastic::launchers_ranks(strategy.job().members(), {stragglers_.named()}) : "";
+        strategy.is_elastic() ? elastic::launchers_ranks(strategy.membership().members(), {stragglers_.named()}) : "";
     log_warning(text("fit: ", said, number));
   }
 
@@ -336,7 +336,8 @@ class Fit {
     each([](Callback& callback) { callback.on_test_begin(); });
     Logs logs;
     const auto evaluate = [&] {
-      logs = model_.evaluate(*validation_data_, {.steps = options_.validation_steps});
+      impl_.fetch_for_forward();
+      logs = train::evaluate_values(model_, *validation_data_, options_.validation_steps);
       std::vector<double> values;
       for (const auto& [name, value] : logs) values.push_back(value);
       return values;

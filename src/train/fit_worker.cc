@@ -57,7 +57,7 @@ ModelImpl::Numbers ModelImpl::in_section(const std::string& what, const std::fun
 void ModelImpl::check_on_all(const std::string& what, const std::function<void()>& check) {
   if (unwrap(strategy).is_elastic()) return check();  // the others go on without a worker that fails
   in_section(what, [&] {
-    collective::check_on_all(peers(), workers().size() > 1 ? "worker" : "rank", check);
+    collective::check_on_all(topology.peers, topology.all.size() > 1 ? "worker" : "rank", check);
     return Numbers();
   });
 }
@@ -65,7 +65,7 @@ void ModelImpl::check_on_all(const std::string& what, const std::function<void()
 void ModelImpl::on_all_in_section(const std::string& what, const std::function<void()>& act) {
   in_section(what, [&] {
     act();
-    if (unwrap(strategy).is_elastic()) workers().any(false);
+    if (unwrap(strategy).is_elastic()) topology.all.any(false);
     return Numbers();
   });
 }

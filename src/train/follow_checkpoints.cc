@@ -5,6 +5,7 @@
 #include "checkpoint/sharded_archive.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/server_checkpoint.h"
+#include "strategy/parameter_server_sync.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/evaluate.h"
 #include "train/model_impl.h"
@@ -24,7 +25,7 @@ class Evaluator {
 
   // The last checkpoint, if it is a new one.
   void evaluate_last() {
-    const auto path = impl_.servers()->last_checkpoint(*impl_.gradients->servers());
+    const auto path = impl_.servers()->last_checkpoint(*strategy::servers_of(*impl_.gradients));
     if (!path) return;
     try {
       checkpoint::ShardedArchive checkpoint(*path);

@@ -4,6 +4,7 @@
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/chief_state.h"
+#include "strategy/parameter_server_sync.h"
 #include "strategy/split.h"
 #include "train/fit_options.h"
 #include "train/follow_checkpoints.h"
@@ -119,7 +120,7 @@ class Worker {
     impl_.steps = next.task.step;
     impl_.part_of_step = next.task.part;
     impl_.gradients->sync().fetch_changed(unwrap(impl_.strategy).deadline());
-    impl_.gradients->servers()->begin(next);
+    strategy::servers_of(*impl_.gradients)->begin(next);
     impl_.tracker->reset();
     try {
       const auto results = impl_.train_batch(*batch, *impl_.tracker);

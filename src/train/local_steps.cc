@@ -22,7 +22,7 @@ class LocalSteps final : public StepSource {
     if (options_.steps_per_epoch == FitOptions::kEndless) return -1;
     if (options_.steps_per_epoch > 0) return options_.steps_per_epoch;
     const auto mine = std::max<std::int64_t>(-1, distributed().cardinality());
-    return impl_.gradients->own_data() ? longest(mine) : mine;
+    return impl_.topology.has_own_data() ? longest(mine) : mine;
   }
 
   // With steps_per_epoch, one iterator serves all epochs.
@@ -63,7 +63,7 @@ class LocalSteps final : public StepSource {
     for (std::size_t i = 0; i + 1 < results_.size(); ++i)
       earlier_.push_back(impl_.tracker->sum_batch(&results_[i], {}));
     auto sums = impl_.tracker->sum_batch(results_.empty() ? nullptr : &results_.back(), news);
-    if (impl_.has_other_fits()) peers().sum(std::span(sums).last(news.size()));
+    if (impl_.topology.has_peers_with_own_models()) peers().sum(std::span(sums).last(news.size()));
     compare_batches(progress().batch + 1);
     return sums;
   }
@@ -81,7 +81,7 @@ class LocalSteps final : public StepSource {
 
  private:
   FitProgress& progress() const { return impl_.progress; }
-  const Communicator& peers() const { return impl_.peers(); }
+  const Communicator& peers() const { return impl_.topology.peers; }
 
   // The batches of a step, or of those that are launched together, and where the data set is after them.
   struct Read {
@@ -179,7 +179,7 @@ class LocalSteps final : public StepSource {
                "twice; go on with as many workers and the same auto_shard_policy, or, without steps_per_epoch, from ",
                "the end of an epoch"));
     }
-    if (impl_.gradients->own_data()) return false;  // each rank has batches and a position of its own
+    if (impl_.topology.has_own_data()) return false;  // each rank has batches and a position of its own
     const auto size = largest_of_readers(strategy::first_element(data_, local, now.position.epoch).size());
     if (size == now.batch_size) return false;
     if (readers > 1) {
@@ -224,7 +224,7 @@ std::unique_ptr<StepSource> local_steps(ModelImpl& impl, const Dataset& data, co
     const auto policy = data.options().auto_shard_policy;
     if (policy != AutoShardPolicy::automatic && policy != AutoShardPolicy::data) {
       throw collective::RefusedByAll(  // they have the same policy
-          impl.peers(),
+          impl.topology.peers,
           "fit: an elastic strategy needs a data set that all workers read: its auto_shard_policy must be "
           "AutoShardPolicy::automatic or data");
     }

@@ -10,6 +10,7 @@
 #include "gradient/layer_over_ranks.h"
 #include "lockstep/base/error.h"
 #include "parallel/layers_module.h"
+#include "strategy/embedding_module.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/layers/stack.h"
@@ -48,7 +49,7 @@ void ModelImpl::build(const Example& sample) {
   train::give_to(layers, model_number);
   if (sample.x.defined()) built_for = sample.x.sizes().vec();
   if (unwrap(strategy).programs() != nullptr) programs.emplace(*this, unwrap(strategy).next_model());
-  seed = std::stoull(workers().broadcast(std::to_string(seed)));
+  seed = std::stoull(topology.all.broadcast(std::to_string(seed)));
   make_gradient_path();
 }
 
@@ -57,7 +58,7 @@ std::shared_ptr<ReplicatedParameters> ModelImpl::make_parameters(const Example& 
   if (mesh() == nullptr || !mesh()->has_stages() || !make_layers)
     return strategy::replicate_modules(unwrap(strategy), first_seed, [&] { return make(sample); });
   ops::ReplicaRandom random;
-  random.seed(std::stoull(workers().broadcast(std::to_string(first_seed))));
+  random.seed(std::stoull(topology.all.broadcast(std::to_string(first_seed))));
   const ops::ReplicaRandom::Use use(random);
   const auto device = all.torch_device(0);
   const at::OptionalDeviceGuard on_device(device);
@@ -73,8 +74,7 @@ std::shared_ptr<ReplicatedParameters> ModelImpl::make_parameters(const Example& 
         return made;
       },
       sample.x, device);
-  return std::make_shared<ReplicatedParameters>(stages->module(), stages->split(), all.placement(),
-                                                mesh()->gradient_workers(), workers());
+  return std::make_shared<ReplicatedParameters>(stages->module(), stages->split(), all.placement(), topology);
 }
 
 const parallel::MeshParallelism* ModelImpl::mesh() const {
@@ -104,7 +104,7 @@ void ModelImpl::make_gradient_path() {
   if (parameters == nullptr || !compiled) return;
   fetch();  // what the servers of an earlier path have
   gradients = unwrap(strategy).make_gradient_path(compiled->optimizer, parameters);
-  tracker.emplace(*compiled, strategy.num_local_replicas(), workers());
+  tracker.emplace(*compiled, strategy.num_local_replicas(), topology.all);
   frozen = parameters->describe_frozen();
   recorded = {};
   if (programs) programs.emplace(*this, programs->number());
@@ -149,7 +149,7 @@ void ModelImpl::require_trainable() const {
   for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
     if (parameters->parameter(0, i).requires_grad()) return;
   }
-  if (!gradient::embeddings_of(*parameters, 0).empty()) return;
+  if (!strategy::embeddings_of(*parameters, 0).empty()) return;
   throw InvalidArgument(
       "the model has no trainable parameter: are all frozen, or was a submodule not registered (register_module)?");
 }
@@ -213,6 +213,9 @@ void Model::compile(CompileOptions options) {
   if (impl_->fitting) throw InvalidArgument("compile: this model is in a fit; a callback of it cannot compile it");
   options.optimizer = impl_->policy.wrapped(options.optimizer);
   impl_->compiled = std::move(options);
+  impl_->topology = strategy.topology();
+  const auto& ranks = impl_->compiled->optimizer.options().gradient_ranks;
+  if (ranks && impl_->topology.all.size() == 1) impl_->topology.take_steps_with(ranks->ranks, ranks->own_data);
   impl_->make_gradient_path();
 }
 
@@ -224,7 +227,7 @@ void Model::build(const std::vector<std::int64_t>& input_shape, at::ScalarType d
 
 Logs Model::train_on_batch(const Example& batch) {
   impl_->require_compiled("train_on_batch");
-  unwrap(impl_->strategy).abort_on_error(impl_->peers(), [&] {
+  unwrap(impl_->strategy).abort_on_error(impl_->topology.peers, [&] {
     strategy::check_batch(batch);
     impl_->build(batch);
     impl_->follow_requires_grad();

@@ -94,12 +94,8 @@ class ModelImpl {
   // This worker's positions of the sequences of examples that others have too.
   Example own_positions(const Example& part) const;
 
-  // What must live while it computes with them, or null; and whether it is the one that counts the examples.
+  // What must live while it computes with them, or null.
   std::unique_ptr<ContextParallel> use_context() const { return mesh() ? mesh()->use_context() : nullptr; }
-  bool counts_examples() const { return mesh() == nullptr || mesh()->context_workers().rank() == 0; }
-
-  // Whether this process's losses, metrics and outputs count (StrategyImpl::counts).
-  bool counts() const { return unwrap(strategy).counts(); }
 
   // On each replica, with its part of the batch: forward, loss, backward, reduce and update, metrics.
   train::StepResult train_step(ReplicaContext& replica, const internal::Part& part, train::Tracker& tracker);
@@ -128,8 +124,6 @@ class ModelImpl {
   // Throws InvalidArgument where a loss has none.
   static void require_gradient(const Tensor& loss);
 
-  const Communicator& workers() const { return unwrap(strategy).workers(); }
-
   // Calls act(), which is collective over the workers; with an elastic strategy as a section (elastic/sections.h), so
   // that it is called again where one of them is lost meanwhile. Returns its numbers, which are equal on all. `what`:
   // for messages, where no fit runs.
@@ -140,22 +134,13 @@ class ModelImpl {
   // The same for what each worker does for itself: where it returns on one, all have completed it.
   void on_all_in_section(const std::string& what, const std::function<void()>& act);
 
-  // As collective::check_on_all over peers(). `what`: as in_section's.
+  // As collective::check_on_all over topology.peers. `what`: as in_section's.
   void check_on_all(const std::string& what, const std::function<void()>& check);
-
-  // The processes that make the same steps: the strategy's workers, or the optimizer's GradientRanks. Requires compile.
-  const Communicator& peers() const {
-    const auto& own = compiled->optimizer.options().gradient_ranks;
-    return own && workers().size() == 1 ? own->ranks : workers();
-  }
 
   // This process's replicas among those that share the data, and a replica's number among them. After build and
   // compile.
-  internal::LocalReplicas replicas() const;
+  internal::LocalReplicas replicas() const { return unwrap(strategy).local_replicas(topology); }
   int number_of(const ReplicaContext& replica) const;
-
-  // Whether other processes make the same steps in fits of their own, each with its own model.
-  bool has_other_fits() const { return workers().size() == 1 && peers().size() > 1; }
 
   // Where the variables are on parameter servers: this process among the others; else null.
   parameter_server::ServerCluster* servers() const { return unwrap(strategy).servers(); }
@@ -171,8 +156,13 @@ class ModelImpl {
   Result on_chief(const std::string& name, const std::function<Result()>& act,
                   const std::function<std::string(std::int64_t)>& follow);
 
-  // Collective over the workers. The chief reads the file for all workers, and writes what save_state returns.
+  // Collective over the workers. The chief reads the file for all workers, and writes what save_weights or save_state
+  // returns. read_for_all does so in a section; the others belong into one.
   Archive read_for_all(const std::string& path);
+  std::string read_on_all(const std::string& path) const;
+  static Archive parse_read(const std::string& path, const std::string& bytes);
+  void write_weights(const std::string& path) const;
+  void write_checkpoint(const std::string& path);
   Archive save_weights() const;
 
   // What all save of a model that is split only the chief gets: its archive, on all workers. Else this one's.
@@ -218,10 +208,11 @@ class ModelImpl {
   std::shared_ptr<ReplicatedParameters> parameters;  // null before build
   std::unique_ptr<parallel::PipelineModel> stages;   // of a model that is cut into stages; else null
   std::optional<CompileOptions> compiled;
-  std::shared_ptr<GradientPath> gradients;       // null before build or compile
-  std::optional<train::Tracker> tracker;         // of the epoch that fit is in; likewise
-  train::RecordedStep recorded;                  // of these gradients
-  std::optional<train::CompiledModel> programs;  // likewise, where the strategy's devices run compiled programs
+  Topology topology = unwrap(strategy).topology();  // with the optimizer's GradientRanks, once it is compiled
+  std::shared_ptr<GradientPath> gradients;          // null before build or compile
+  std::optional<train::Tracker> tracker;            // of the epoch that fit is in; likewise
+  train::RecordedStep recorded;                     // of these gradients
+  std::optional<train::CompiledModel> programs;     // likewise, where the strategy's devices run compiled programs
   std::optional<std::pair<Archive, LoadWeightsOptions>> pending_weights;
   std::vector<Layer> layers;            // of a Sequential
   std::optional<Layer> as_layer;        // the layer that it became: it is a part of another model since
@@ -255,7 +246,7 @@ class ModelImpl {
   static std::int64_t next_model_number();
 
   // Whether the fit ends after the step that was made.
-  bool stops() const { return peers().size() == 1 ? stopping : agreed_to_stop; }
+  bool stops() const { return topology.peers.size() == 1 ? stopping : agreed_to_stop; }
 };
 
 template <class Result>

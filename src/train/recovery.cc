@@ -10,24 +10,25 @@
 namespace lockstep::train {
 
 std::string TrainingWorker::broadcast_part(const std::string& bytes, int row) {
-  return strategy_.same_part_workers().broadcast(bytes, row);
+  return strategy_.topology().same_part.broadcast(bytes, row);
 }
 
 void TrainingWorker::regroup(const elastic::Change& change) {
   began_ = std::chrono::steady_clock::now();
-  was_chief_ = strategy_.is_chief();
+  was_chief_ = strategy_.topology().is_chief();
   strategy_.regroup(change);
 }
 
-void TrainingWorker::join(const elastic::Members& members, const std::shared_ptr<void>& presence) {
+void TrainingWorker::join() {
   began_ = std::chrono::steady_clock::now();
-  strategy_.join(members, presence);
+  strategy_.join();
 }
 
 // What the first one says is the cause of the others.
 void TrainingWorker::on_loss(const std::exception& error) {
-  elastic::require_fewer_than_two_failures(*strategy_.job().registry(), strategy_.completed_sections().count);
-  if (loss_.empty()) loss_ = elastic::describe(error, strategy_.job().members());
+  elastic::require_fewer_than_two_failures(*strategy_.membership().job().registry(),
+                                           strategy_.completed_sections().count);
+  if (loss_.empty()) loss_ = elastic::describe(error, strategy_.membership().members());
 }
 
 void TrainingWorker::on_regrouped(int size_before, bool updated) {
@@ -49,10 +50,8 @@ void TrainingWorker::take_all(const std::string& printed, const std::string& pri
 }
 
 void Recovery::end() {
-  watch_.reset();
-  if (training_ < 0 || !strategy().is_chief()) return;
-  const auto& job = strategy().job();
-  elastic::Watch::tell_end(*job.stores(), training_, job.members());
+  if (training_) training_->end();
+  training_.reset();
 }
 
 void Recovery::run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish) {
@@ -68,7 +67,7 @@ void Recovery::run(const std::function<Numbers()>& act, const std::function<void
 
 bool Recovery::goes_on_behind(const std::exception& error, const std::string& what) {
   if (!strategy().is_elastic()) return false;
-  const auto why = elastic::describe(error, strategy().job().members());
+  const auto why = elastic::describe(error, strategy().membership().members());
   if (!sections_.goes_on_behind(error)) return false;
   log_warning(text(what, " broke off: ", why));
   return true;
@@ -76,44 +75,30 @@ bool Recovery::goes_on_behind(const std::exception& error, const std::string& wh
 
 bool Recovery::take_part(const std::string& description, const std::function<void()>& poll) {
   if (!strategy().is_elastic()) return true;
-  training_ = strategy().next_training();
-  description_ = description;
-  if (!strategy().is_newcomer()) return true;
-  const auto& job = strategy().job();
-  const auto deadline =
-      Deadline::after(std::chrono::duration<double>(strategy().settings().workers->group.timeout_seconds));
-  const auto* const parallelism = strategy().parallelism();
-  elastic::Candidate candidate(job.stores(), job.world(), training_, description,
-                               parallelism != nullptr ? parallelism->part() : 0);
-  const auto members = candidate.wait(deadline, poll);
-  if (!members) {
-    log_warning(text(worker_.what(), " number ", training_ + 1, " of this program has ended before this process came; ",
-                     "it goes on without having trained"));
-    training_ = -1;
-    return false;
+  auto& membership = strategy().membership();
+  const auto number = strategy().next_training();
+  if (strategy().topology().is_newcomer()) {
+    const auto deadline =
+        Deadline::after(std::chrono::duration<double>(strategy().settings().workers->group.timeout_seconds));
+    if (!membership.wait_for_place(number, description, deadline, poll)) {
+      log_warning(text(worker_.what(), " number ", number + 1, " of this program has ended before this process came; ",
+                       "it goes on without having trained"));
+      return false;
+    }
+    sections_.join([&] { worker_.join(); });
   }
-  sections_.join([&] { worker_.join(*members, candidate.presence()); });
+  training_.emplace(membership, number, description);
   return true;
 }
 
-bool Recovery::newcomers_wait() {
-  if (training_ < 0 || strategy().job().world().local_rank != 0) return false;
-  if (!watch_) watch_.emplace(strategy().job().registry(), training_, description_, worker_.row_size());
-  return watch_->any();
-}
+bool Recovery::newcomers_wait() { return training_ && training_->newcomers_wait(); }
 
 bool Recovery::change(bool leaves) {
   elastic::Change change{.leaves = leaves};
-  try {
-    if (watch_) change.newcomers = watch_->waiting();
-  } catch (const DeadlineExceeded&) {  // the store is slow: they are taken in later
-  }
+  if (training_) change.newcomers = training_->newcomers();
   const bool changed = sections_.change(change);
-  if (changed && leaves) {
-    watch_.reset();
-    training_ = -1;  // it goes on without this worker
-  }
-  if (watch_) watch_->forget_invited();
+  if (changed && leaves) training_.reset();  // it goes on without this worker
+  if (training_) training_->on_change();
   return changed;
 }
 

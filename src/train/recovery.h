@@ -8,7 +8,6 @@
 #include <string>
 #include <string_view>
 
-#include "elastic/newcomers.h"
 #include "elastic/sections.h"
 #include "strategy/strategy_impl.h"
 #include "train/hang_watch.h"
@@ -22,12 +21,16 @@ class TrainingWorker : public elastic::Member {
   TrainingWorker(StrategyImpl& strategy, std::string what)
       : strategy_(strategy), what_(std::move(what)), hang_watch_(strategy, what_) {}
 
-  int rank() const final { return strategy_.workers().rank(); }
-  int size() const final { return strategy_.workers().size(); }
-  std::int64_t generation() const final { return strategy_.job().world().generation; }
-  std::vector<std::string> all_gather(const std::string& mine) final { return strategy_.workers().all_gather(mine); }
-  std::string broadcast(const std::string& bytes, int root) final { return strategy_.workers().broadcast(bytes, root); }
-  int row_size() const final { return strategy_.row_size(); }
+  int rank() const final { return strategy_.topology().all.rank(); }
+  int size() const final { return strategy_.topology().all.size(); }
+  std::int64_t generation() const final { return strategy_.membership().job().world().generation; }
+  std::vector<std::string> all_gather(const std::string& mine) final {
+    return strategy_.topology().all.all_gather(mine);
+  }
+  std::string broadcast(const std::string& bytes, int root) final {
+    return strategy_.topology().all.broadcast(bytes, root);
+  }
+  int row_size() const final { return strategy_.topology().row_size; }
   std::string broadcast_part(const std::string& bytes, int row) final;
   void regroup(const elastic::Change& change) final;
   void on_loss(const std::exception& error) final;
@@ -36,7 +39,7 @@ class TrainingWorker : public elastic::Member {
   void take_all(const std::string& printed, const std::string& printed_part) final;
 
   // Takes the place that the other workers have given this one.
-  void join(const elastic::Members& members, const std::shared_ptr<void>& presence);
+  void join();
 
   // Where the workers' Group is another one since: what uses it uses the new one from here on. Collective.
   virtual void use_new_group() = 0;
@@ -108,9 +111,7 @@ class Recovery {
 
   TrainingWorker& worker_;
   elastic::Sections sections_;
-  std::int64_t training_ = -1;
-  std::string description_;
-  std::optional<elastic::Watch> watch_;  // of the first worker of a host
+  std::optional<elastic::OpenTraining> training_;  // of an elastic strategy, from take_part to the end
 };
 
 }  // namespace lockstep::train

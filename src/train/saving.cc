@@ -19,6 +19,7 @@
 #include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/server_checkpoint.h"
+#include "strategy/parameter_server_sync.h"
 #include "strategy/replicated_state.h"
 #include "train/layers/stack.h"
 #include "train/local_state.h"
@@ -30,7 +31,7 @@ namespace {
 constexpr const char* kTracker = "fit/tracker";
 
 // It is alone, and the workers that it will join have saved, or will.
-bool is_newcomer(const ModelImpl& impl) { return unwrap(impl.strategy).is_newcomer(); }
+bool is_newcomer(const ModelImpl& impl) { return impl.topology.is_newcomer(); }
 
 void save_history(const History& history, Archive& archive) {
   archive.set_numbers("fit/history/epochs", {history.epoch.begin(), history.epoch.end()});
@@ -79,17 +80,19 @@ std::string train::name_of_type(const Callback& callback) {
 
 void Model::save_weights(const std::string& path) const {
   impl_->require_built("save_weights");
-  if (!gradient::embeddings_of(*impl_->parameters, 0).empty()) {
+  if (is_newcomer(*impl_)) return;
+  impl_->on_all_in_section("save_weights", [&] { impl_->write_weights(path); });
+}
+
+void ModelImpl::write_weights(const std::string& path) const {
+  if (!strategy::embeddings_of(*parameters, 0).empty()) {
     throw InvalidArgument(
         "save_weights: the rows of a ShardedEmbedding are on servers; save_checkpoint saves them, and so do the "
         "callbacks that write full checkpoints");
   }
-  if (is_newcomer(*impl_)) return;
-  impl_->once([&] {
-    impl_->on_all_in_section("save_weights", [&] {
-      const auto archive = impl_->save_weights();
-      impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
-    });
+  once([&] {
+    const auto archive = save_weights();
+    topology.all.run_on_rank_0([&] { write_archive(path, archive); });
   });
 }
 
@@ -107,7 +110,7 @@ Archive ModelImpl::save_weights() const {
 
 Archive ModelImpl::from_chief(const Archive& archive) const {
   if (!parameters->is_split()) return archive;
-  const auto printed = workers().broadcast(workers().rank() == 0 ? checkpoint::print_archive(archive) : "");
+  const auto printed = topology.all.broadcast(topology.all.rank() == 0 ? checkpoint::print_archive(archive) : "");
   return checkpoint::parse_archive("the chief's weights", std::as_bytes(std::span(printed)));
 }
 
@@ -134,13 +137,15 @@ void Model::save_checkpoint(const std::string& path) const {
   impl_->require_built("save_checkpoint");
   impl_->require_compiled("save_checkpoint");
   if (is_newcomer(*impl_)) return;
-  if (impl_->servers() != nullptr) return impl_->once([&] { impl_->save_with_servers(path); });
-  impl_->on_all_in_section("save_checkpoint", [&] {
-    const auto archive = impl_->save_state();
-    impl_->workers().run_on_rank_0([&] {
-      write_archive(path, archive);
-      checkpoint::remove_rows(path);  // of a checkpoint that was made with parameter servers
-    });
+  impl_->on_all_in_section("save_checkpoint", [&] { impl_->write_checkpoint(path); });
+}
+
+void ModelImpl::write_checkpoint(const std::string& path) {
+  if (servers() != nullptr) return once([&] { save_with_servers(path); });
+  const auto archive = save_state();
+  topology.all.run_on_rank_0([&] {
+    write_archive(path, archive);
+    checkpoint::remove_rows(path);  // of a checkpoint that was made with parameter servers
   });
 }
 
@@ -159,7 +164,7 @@ void ModelImpl::once(const std::function<void()>& act) const {
 
 // After a fit that a chief before this one has ended: what the servers do not have.
 void ModelImpl::load_past_fit() {
-  const auto path = servers()->last_checkpoint(*gradients->servers());
+  const auto path = servers()->last_checkpoint(*strategy::servers_of(*gradients));
   if (!path) return;
   const auto archive = with_own_variables(read_archive(*path));
   train::check_weights(archive, *parameters);
@@ -186,7 +191,7 @@ void ModelImpl::save_with_servers(const std::string& path) {
     }
     return archive;
   };
-  const auto& client = *gradients->servers();
+  const auto& client = *strategy::servers_of(*gradients);
   servers()->require_known(client);
   parameter_server::write_checkpoint(
       servers()->coordinator(), client, path, own_state, [&] { gradients->sync().store(unwrap(strategy).deadline()); },
@@ -197,7 +202,7 @@ void ModelImpl::save_with_servers(const std::string& path) {
 void ModelImpl::load_with_servers(const std::string& path) {
   const auto file = checkpoint::absolute_path(checkpoint_file(path)).string();
   const auto archive = with_own_variables(read_archive(file));
-  const auto& client = *gradients->servers();
+  const auto& client = *strategy::servers_of(*gradients);
   servers()->coordinator().require_idle(client.model());
   load_state(archive, [&] {
     client.check_restore(file, unwrap(strategy).deadline());
@@ -208,8 +213,14 @@ void ModelImpl::load_with_servers(const std::string& path) {
   fetch();
 }
 
-// Other workers may not see the chief's disk.
 Archive ModelImpl::read_for_all(const std::string& path) {
+  std::string bytes;
+  on_all_in_section("reading a checkpoint", [&] { bytes = read_on_all(path); });
+  return parse_read(path, bytes);
+}
+
+// Other workers may not see the chief's disk.
+std::string ModelImpl::read_on_all(const std::string& path) const {
   const auto file = checkpoint_file(path);
   std::string bytes;
   const auto read_on_chief = [&] {
@@ -223,11 +234,12 @@ Archive ModelImpl::read_for_all(const std::string& path) {
       bytes = checkpoint::print_archive(checkpoint::ShardedArchive(file).whole());
     }
   };
-  on_all_in_section("reading a checkpoint", [&] {
-    workers().run_on_rank_0(read_on_chief);
-    bytes = workers().broadcast(bytes);
-  });
-  return checkpoint::parse_archive(file, std::as_bytes(std::span(bytes)));
+  topology.all.run_on_rank_0(read_on_chief);
+  return topology.all.broadcast(bytes);
+}
+
+Archive ModelImpl::parse_read(const std::string& path, const std::string& bytes) {
+  return checkpoint::parse_archive(checkpoint_file(path), std::as_bytes(std::span(bytes)));
 }
 
 Archive ModelImpl::save_state() {
@@ -358,7 +370,7 @@ std::function<void()> ModelImpl::load_callbacks(const Archive& archive) const {
   std::vector<std::function<void()>> changes;
   const auto prefixes = callback_prefixes(callbacks);
   for (std::size_t i = 0; i < callbacks.size(); ++i) {
-    const bool mine = workers().rank() == 0 || !callbacks[i]->only_on_chief();
+    const bool mine = topology.all.rank() == 0 || !callbacks[i]->only_on_chief();
     if (mine && has_any(archive, prefixes[i])) changes.push_back(callbacks[i]->load(archive, prefixes[i]));
   }
   return [changes] {

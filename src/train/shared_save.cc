@@ -78,7 +78,7 @@ at::Tensor copy_of_values(const ReplicatedParameters& parameters, const Shard& p
 // This worker's part of the file, in its order. `ranges[rank]`: what each writes.
 std::vector<at::Tensor> copy_part(const ModelImpl& impl, const std::vector<LargeTensor>& tensors,
                                   const std::vector<ByteRange>& ranges) {
-  const auto mine = ranges[static_cast<std::size_t>(impl.workers().rank())];
+  const auto mine = ranges[static_cast<std::size_t>(impl.topology.all.rank())];
   int states = 0;
   for (const auto& tensor : tensors) states = std::max(states, tensor.state + 1);
   std::vector<std::vector<at::Tensor>> copies;  // [1 + state], of its elements in the order of the file
@@ -87,7 +87,7 @@ std::vector<at::Tensor> copy_part(const ModelImpl& impl, const std::vector<Large
   for (int state = 0; state < states; ++state) {
     std::vector<std::vector<Shard>> needed;
     for (const auto& range : ranges) needed.push_back(elements_in(range, state, tensors));
-    copies.push_back(gradient::copies_of_state(impl.workers(), impl.gradients->sync(), impl.gradients->updater(),
+    copies.push_back(gradient::copies_of_state(impl.topology.all, impl.gradients->sync(), impl.gradients->updater(),
                                                static_cast<std::size_t>(state), needed));
   }
   std::vector<at::Tensor> part;
@@ -127,7 +127,7 @@ SharedSave begin_on_chief(ModelImpl& impl, const std::string& path, bool weights
   auto all = weights_only ? impl.save_weights() : impl.save_state();
   SharedSave save;
   save.write = [] {};
-  const auto& workers = impl.workers();
+  const auto& workers = impl.topology.all;
   workers.run_on_rank_0([&] {
     save.archive = std::make_shared<checkpoint::SharedArchive>(path, std::move(all), checkpoint::NamedTensors());
     save.write = [archive = save.archive, deadline = workers.deadline()] { archive->finish({}, 1, deadline); };
@@ -140,7 +140,7 @@ SharedSave begin_on_chief(ModelImpl& impl, const std::string& path, bool weights
 SharedSave SharedSave::begin(ModelImpl& impl, const std::string& path, bool weights_only) {
   const at::NoGradGuard no_grad;
   if (impl.parameters->is_split()) return begin_on_chief(impl, path, weights_only);
-  const auto& workers = impl.workers();
+  const auto& workers = impl.topology.all;
   const int rank = workers.rank();
   const auto tensors = large_tensors(impl, weights_only);
   auto small = impl.save_small(weights_only);

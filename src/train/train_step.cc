@@ -94,7 +94,7 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
 
 Tensor ModelImpl::outputs_of_any(ReplicaContext& replica, const Example& part) const {
   if (part.size() > 0) return outputs_of(replica, part);
-  if (unwrap(strategy).computes_without_examples()) outputs_of(replica, example_of_none(part));
+  if (topology.computes_without_examples) outputs_of(replica, example_of_none(part));
   return {};
 }
 
@@ -107,18 +107,11 @@ Example ModelImpl::example_of_none(const Example& empty) const {
       "batch");
 }
 
-internal::LocalReplicas ModelImpl::replicas() const {
-  if (unwrap(strategy).parallelism() != nullptr) return unwrap(strategy).local_replicas();
-  return {unwrap(strategy).torch_devices(), gradients->own_data() ? Communicator() : gradients->ranks(),
-          gradients->ranks()};
-}
-
 int ModelImpl::number_of(const ReplicaContext& replica) const {
   const auto all = replicas();
   const int number = (all.workers.rank() + part_of_step) * all.count() + replica.local_replica_id();
-  if (mesh() == nullptr) return number;
-  const auto& context = mesh()->context_workers();  // which have other tokens
-  return number * context.size() + context.rank();
+  const auto& positions = topology.positions;  // which have other tokens
+  return number * positions.size() + positions.rank();
 }
 
 train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal::Part& unread, train::Tracker& into) {
@@ -131,10 +124,10 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
   replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(number_of(replica))));
   gradients->drop_gradients(id);  // left by a step that failed
   const bool idle = there.size() == 0;
-  if (idle && !unwrap(strategy).computes_without_examples()) {
+  if (idle && !topology.computes_without_examples) {
     // No examples: takes part in the others' update. Where each rank has data of its own, each has a replica 0, and a
     // rank without examples has weight 0.
-    const double weight = gradients->own_data() ? 0 : weight_of(*this, replica, 0);
+    const double weight = topology.has_own_data() ? 0 : weight_of(*this, replica, 0);
     gradients->apply(replica.local_group(), weight, replica.deadline());
     return {};
   }
@@ -149,8 +142,7 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
   if (in_context && compiled->loss.reduction() == Reduction::sum)
     throw InvalidArgument("fit: a loss with Reduction::sum is not for sequences that are divided; take a mean");
   lap.add_to(spent.input);
-  if (!idle && unwrap(strategy).computes_without_examples() && !example.x.defined())
-    example = train::example_like(part);
+  if (!idle && topology.computes_without_examples && !example.x.defined()) example = train::example_like(part);
   const auto computed = idle                ? compute_no_gradients(replica, part)
                         : stages != nullptr ? compute_in_stages(replica, part, into, spent)
                                             : compute_gradients(replica, part, spent);
@@ -161,7 +153,7 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
         "a "
         "sequence sees itself alone");
   }
-  const bool counted = counts() && !idle;
+  const bool counted = topology.counts() && !idle;
   // Before anything has changed: a metric may throw.
   if (counted && stages == nullptr) into.update(id, part, computed.outputs);
   lap.add_to(spent.metrics);
@@ -169,7 +161,8 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
   if (!idle) parameters->count_examples(id, static_cast<double>(part.size()));
   // At the end, because reading the loss waits for a GPU, which has the update to compute by now.
   train::StepResult result;
-  if (counted) result = {computed.loss_sum.item<double>(), computed.divisor, counts_examples() ? part.size() : 0};
+  if (counted)
+    result = {computed.loss_sum.item<double>(), computed.divisor, topology.counts_examples() ? part.size() : 0};
   lap.add_to(spent.reduce_and_update);
   return result;
 }
@@ -211,7 +204,7 @@ train::ComputedStep ModelImpl::compute_in_stages(ReplicaContext& replica, const 
     require_gradient(loss.sum);
     sums[0] += loss.sum.item<double>();
     sums[1] += loss.divisor;
-    if (counts()) into.update(replica.local_replica_id(), some, output.detach());
+    if (topology.counts()) into.update(replica.local_replica_id(), some, output.detach());
     return loss.sum * scale;
   };
   stages->forward_backward(part.x, loss_of);

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "lockstep/collective/communicator.h"
-#include "lockstep/collective/job.h"
 #include "lockstep/collective/make_group.h"
+#include "lockstep/elastic/job.h"
 
 namespace lockstep {
 namespace parallel {

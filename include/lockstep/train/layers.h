@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/gradient/sharded_embedding.h"
 #include "lockstep/ops/tensor.h"
 #include "lockstep/strategy/module_factory.h"
+#include "lockstep/strategy/sharded_embedding.h"
 
 namespace lockstep {
 

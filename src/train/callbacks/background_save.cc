@@ -10,7 +10,7 @@ namespace {
 // What says() returns on the chief, on all.
 bool chief_says(ModelImpl& impl, const std::function<bool()>& says) {
   const auto ask = [&] {
-    const auto& workers = impl.workers();
+    const auto& workers = impl.topology.all;
     ModelImpl::Numbers said{workers.rank() == 0 && says() ? 1.0 : 0.0};
     workers.sum(said);
     return said;
@@ -26,17 +26,17 @@ void BackgroundSave::begin(ModelImpl& impl, What what) {
   auto save = train::SharedSave::begin(impl, what.path, what.weights_only);
   archive_ = save.archive;
   path_ = what.path;
-  begun_in_ = impl.workers().regroups();
+  begun_in_ = impl.topology.all.regroups();
   if (archive_) {
     writer_.start([write = std::move(save.write), around = std::move(what.around)] { around(write); });
   } else {
     writer_.start(std::move(save.write));
   }
-  impl.workers().any(false);  // where it returns on one, all have begun
+  impl.topology.all.any(false);  // where it returns on one, all have begun
 }
 
 void BackgroundSave::finish(const ModelImpl& impl) {
-  const auto& workers = impl.workers();
+  const auto& workers = impl.topology.all;
   std::string mine;
   if (!archive_) {
     try {

@@ -63,17 +63,20 @@ void put_aside(const std::string& folder, const std::string& spare) {
       text("BackupAndRestore: ", spare, " is no file that Lockstep wrote, or was damaged: it is ", damaged, " now"));
 }
 
-// Saves, also where the chief is lost meanwhile: then the next one does. Returns why that cannot be done; else empty.
+// Returns why it cannot be done; else empty.
+std::string done_or_why(const char* callback, const std::function<void()>& act) {
+  try {
+    act();
+    return {};
+  } catch (const IoError& error) {  // on all workers
+    return text(callback, ": ", error.what());
+  }
+}
+
+// The same of what all workers do, also where the chief is lost meanwhile: then the next one does.
 std::string saved_or_why(const Model& model, const char* callback, const std::function<void()>& save) {
   std::string problem;
-  unwrap(model).on_all_in_section(callback, [&] {
-    problem.clear();
-    try {
-      save();
-    } catch (const IoError& error) {  // on all workers
-      problem = text(callback, ": ", error.what());
-    }
-  });
+  unwrap(model).on_all_in_section(callback, [&] { problem = done_or_why(callback, save); });
   return problem;
 }
 
@@ -83,10 +86,14 @@ void warn_of_lost(const Model& model, const char* callback, const std::string& p
 }
 
 // Where the disk is full, or is gone, training goes on without this checkpoint.
-std::string save_or_warn(const Model& model, const char* callback, const std::function<void()>& save) {
-  const auto problem = saved_or_why(model, callback, save);
+void warn_of(const Model& model, const std::string& problem) {
   if (!problem.empty() && model.strategy().is_chief())
     log_warning(problem + "; training goes on without this checkpoint");
+}
+
+std::string save_or_warn(const Model& model, const char* callback, const std::function<void()>& save) {
+  auto problem = saved_or_why(model, callback, save);
+  warn_of(model, problem);
   return problem;
 }
 
@@ -119,7 +126,7 @@ void ModelCheckpoint::on_train_begin() {
   });
   require_no_servers("ModelCheckpoint", options_.background, model());
   background_->start(impl);
-  impl.workers().run_on_rank_0([&] {
+  impl.topology.all.run_on_rank_0([&] {
     const auto folder = train::fixed_folder_of(filepath_);
     checkpoint::require_writable_folder(folder);
     checkpoint::require_index_or_nothing(std::filesystem::path(folder) / "checkpoint");
@@ -166,9 +173,9 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
     return;
   }
   problem_ = save_or_warn(model(), "ModelCheckpoint", [&] {
-    options_.save_weights_only ? model().save_weights(path) : model().save_checkpoint(path);
+    options_.save_weights_only ? impl.write_weights(path) : impl.write_checkpoint(path);
     auto kept = kept_;
-    impl.workers().run_on_rank_0([&] { record_checkpoint(path, kept, options_.max_to_keep); });
+    impl.topology.all.run_on_rank_0([&] { record_checkpoint(path, kept, options_.max_to_keep); });
   });
   if (problem_.empty()) keep_checkpoint(path, kept_, options_.max_to_keep);
 }
@@ -240,7 +247,7 @@ void BackupAndRestore::on_train_begin() {
   require_no_servers("BackupAndRestore", options_.background, model());
   background_->start(impl);
   bool there = false;
-  impl.workers().run_on_rank_0([&] {
+  impl.topology.all.run_on_rank_0([&] {
     const bool done_here = checkpoint::keep_at_success(file_);
     checkpoint::keep_at_success(previous_);
     lock_ = std::make_shared<FolderLock>(folder_, "backup.lock", Deadline::after(kForOneThatEnds));
@@ -255,7 +262,7 @@ void BackupAndRestore::on_train_begin() {
     }
     there = checkpoint::file_exists(file_);
   });
-  if (impl.workers().broadcast(there ? "there" : "") != "there") {
+  if (impl.topology.all.broadcast(there ? "there" : "") != "there") {
     if (impl.servers() != nullptr) model().save_checkpoint(file_);  // for servers that are started again
     return;
   }
@@ -275,10 +282,10 @@ std::function<void()> BackupAndRestore::on_state_lost() {
   auto& impl = unwrap(model());
   bool there = false;
   background_->give_up(std::chrono::seconds(0));
-  impl.workers().run_on_rank_0([&] { there = checkpoint::file_exists(file_); });
-  if (impl.workers().broadcast(there ? "there" : "") != "there") return nullptr;
+  impl.topology.all.run_on_rank_0([&] { there = checkpoint::file_exists(file_); });
+  if (impl.topology.all.broadcast(there ? "there" : "") != "there") return nullptr;
   std::function<void()> change;
-  load_last_whole([&] { change = impl.change_to(impl.read_for_all(file_)); });
+  load_last_whole([&] { change = impl.change_to(ModelImpl::parse_read(file_, impl.read_on_all(file_))); });
   return change;
 }
 
@@ -296,7 +303,7 @@ void BackupAndRestore::load_last_whole(const std::function<void()>& load) {
 
 // It is the last one then.
 void BackupAndRestore::take_one_before(const std::string& problem) {
-  unwrap(model()).workers().run_on_rank_0([&] {
+  unwrap(model()).topology.all.run_on_rank_0([&] {
     if (!checkpoint::file_exists(previous_)) throw DataError(problem);
     const auto damaged = place_for_damaged(folder_);
     log_warning(text("BackupAndRestore: ", problem, "; fit takes the backup before it. The damaged one is ", damaged));
@@ -310,7 +317,13 @@ void BackupAndRestore::take_one_before(const std::string& problem) {
 
 void BackupAndRestore::back_up(bool in_background) {
   auto& impl = unwrap(model());
-  if (impl.servers() != nullptr) return model().save_checkpoint(file_);
+  if (impl.servers() == nullptr) warn_of(model(), done_or_why("BackupAndRestore", [&] { background_->finish(impl); }));
+  write_backup(in_background);
+}
+
+void BackupAndRestore::write_backup(bool in_background) {
+  auto& impl = unwrap(model());
+  if (impl.servers() != nullptr) return impl.write_checkpoint(file_);
   const auto keep_previous = [file = file_, previous = previous_](const std::function<void()>& write) {
     const auto kept = previous + kPart;
     checkpoint::remove_own_archive(kept);  // of a process that was killed
@@ -324,10 +337,9 @@ void BackupAndRestore::back_up(bool in_background) {
     if (checkpoint::file_exists(kept)) checkpoint::rename_file(kept, previous);
     checkpoint::remove_rows(file);  // of a checkpoint that was made with parameter servers
   };
-  save_or_warn(model(), "BackupAndRestore", [&] { background_->finish(impl); });
   if (in_background) return background_->begin(impl, {.path = file_, .around = keep_previous});
   const auto archive = impl.save_state();
-  impl.workers().run_on_rank_0([&] { keep_previous([&] { write_archive(file_, archive); }); });
+  impl.topology.all.run_on_rank_0([&] { keep_previous([&] { write_archive(file_, archive); }); });
 }
 
 void BackupAndRestore::save(Archive& archive, const std::string& prefix) const {
@@ -355,7 +367,11 @@ void BackupAndRestore::on_epoch_end(int, const Logs&) {
   save_or_warn(model(), "BackupAndRestore", [this] { back_up(options_.background); });
 }
 
-void BackupAndRestore::on_interrupt() { back_up(); }
+void BackupAndRestore::on_interrupt() {
+  auto& impl = unwrap(model());
+  if (impl.servers() == nullptr) save_or_warn(model(), "BackupAndRestore", [&] { background_->finish(impl); });
+  write_backup(/*in_background=*/false);
+}
 
 void BackupAndRestore::detach() noexcept {
   background_->give_up(for_other_workers(model()));

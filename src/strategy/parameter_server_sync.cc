@@ -1,4 +1,4 @@
-#include "gradient/parameter_server_sync.h"
+#include "strategy/parameter_server_sync.h"
 
 #include <ATen/core/grad_mode.h>
 
@@ -11,7 +11,7 @@
 #include "ops/dtypes.h"
 #include "optimizer/flat_update.h"
 
-namespace lockstep::gradient {
+namespace lockstep::strategy {
 namespace {
 
 Deadline to_share() { return Deadline::after(std::chrono::seconds(10)); }
@@ -28,10 +28,10 @@ std::vector<parameter_server::VariableSpec> variables_of(const ReplicatedParamet
 
 ParameterServerSync::ParameterServerSync(ReplicatedParameters& parameters,
                                          std::shared_ptr<parameter_server::Client> client, double timeout_seconds)
-    : OnePass(parameters),
+    : gradient::OnePass(parameters),
       client_(std::move(client)),
       writable_(parameters),
-      shares_(ShardMap::even(parameters.trainable(), parameters.replicas())) {
+      shares_(gradient::ShardMap::even(parameters.trainable(), parameters.replicas())) {
   std::set<const EmbeddingModule*> seen;
   for (int replica = 0; replica < parameters.replicas(); ++replica) {
     embeddings_.push_back(embeddings_of(parameters, replica));
@@ -59,7 +59,7 @@ ParameterServerSync::~ParameterServerSync() {
 }
 
 void ParameterServerSync::forget(int replica) {
-  OnePass::forget(replica);
+  gradient::OnePass::forget(replica);
   for (const auto& embedding : embeddings_[static_cast<std::size_t>(replica)]) embedding->clear();
 }
 
@@ -71,14 +71,14 @@ void ParameterServerSync::prepare() {
 }
 
 // Gradients of a replica, or, behind the last replica, the sums.
-at::Tensor ParameterServerSync::gradient_memory(std::size_t index, const ParameterSlot& slot) const {
+at::Tensor ParameterServerSync::gradient_memory(std::size_t index, const gradient::ParameterSlot& slot) const {
   return parameters_.flat_in(memory_, 1 + index, slot.dtype).narrow(0, slot.offset, slot.numel);
 }
 
 at::Tensor ParameterServerSync::memory_for(int replica, std::size_t slot) const {
   if (!takes(slot) || memory_ == nullptr) return {};
-  return in_shape_of(parameters_.parameter(replica, slot),
-                     gradient_memory(static_cast<std::size_t>(replica), parameters_.slots()[slot]));
+  return gradient::in_shape_of(parameters_.parameter(replica, slot),
+                               gradient_memory(static_cast<std::size_t>(replica), parameters_.slots()[slot]));
 }
 
 void ParameterServerSync::on_ready(int replica, std::size_t slot, const at::Tensor& gradient) {
@@ -88,7 +88,7 @@ void ParameterServerSync::on_ready(int replica, std::size_t slot, const at::Tens
     const at::NoGradGuard no_grad;
     shared.copy_(gradient.view({-1}));
   }
-  OnePass::on_ready(replica, slot, shared);
+  gradient::OnePass::on_ready(replica, slot, shared);
 }
 
 // Copy 0's values of them.
@@ -192,4 +192,9 @@ std::vector<parameter_server::Rows> ParameterServerSync::rows_of_table(std::size
   return parts;
 }
 
-}  // namespace lockstep::gradient
+parameter_server::Client* servers_of(const GradientPath& path) {
+  const auto* const sync = dynamic_cast<const ParameterServerSync*>(&path.sync());
+  return sync == nullptr ? nullptr : &sync->client();
+}
+
+}  // namespace lockstep::strategy

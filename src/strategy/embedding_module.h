@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "gradient/replicated_parameters.h"
-#include "lockstep/gradient/sharded_embedding.h"
+#include "lockstep/strategy/sharded_embedding.h"
 #include "parameter_server/client.h"
 
-namespace lockstep::gradient {
+namespace lockstep::strategy {
 
 // Used by its replica's thread, but between steps.
 class EmbeddingModule : public torch::nn::Module {
@@ -64,4 +64,4 @@ std::vector<std::shared_ptr<EmbeddingModule>> embeddings_of(const ReplicatedPara
 // Their tables, under the modules' names. Draws a seed of the program's sequence where one has none of its own.
 std::vector<parameter_server::TableSpec> tables_of(const ReplicatedParameters& parameters);
 
-}  // namespace lockstep::gradient
+}  // namespace lockstep::strategy

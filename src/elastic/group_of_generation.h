@@ -2,11 +2,11 @@
 #pragma once
 
 #include "lockstep/collective/group.h"
-#include "lockstep/collective/job.h"
+#include "lockstep/elastic/job.h"
 
-namespace lockstep::collective {
+namespace lockstep::elastic {
 
 // As job.group(options), but that nobody waits for a member that goes meanwhile: PeerLost names it. Collective.
 Group group_of_generation(const Job& job, const GroupOptions& options);
 
-}  // namespace lockstep::collective
+}  // namespace lockstep::elastic

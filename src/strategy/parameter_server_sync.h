@@ -4,18 +4,19 @@
 #include <memory>
 #include <vector>
 
-#include "gradient/embedding_module.h"
+#include "gradient/gradient_path.h"
 #include "gradient/one_pass.h"
 #include "parameter_server/client.h"
+#include "strategy/embedding_module.h"
 
-namespace lockstep::gradient {
+namespace lockstep::strategy {
 
 // Trainable parameters, as variables of servers, in the order of their slots.
 std::vector<parameter_server::VariableSpec> variables_of(const ReplicatedParameters& parameters);
 
 // The replicas of this process add up their gradients, each a share of the elements, and replica 0 pushes them. Rows of
 // tables are read by the modules of ShardedEmbedding; their gradients are pushed with the others.
-class ParameterServerSync final : public OnePass {
+class ParameterServerSync final : public gradient::OnePass {
  public:
   // `client`'s variables are variables_of(parameters), its tables tables_of(parameters). `timeout_seconds`: of a call
   // that reads rows. Throws as EmbeddingModule::bind.
@@ -23,10 +24,12 @@ class ParameterServerSync final : public OnePass {
                       double timeout_seconds);
   ~ParameterServerSync() override;
 
+  parameter_server::Client& client() const { return *client_; }
+
   // Puts copy 0 of the values, and the gradients, into memory that servers on this host access where it lies.
   void prepare() override;
 
-  ShardMap shards() const override { return ShardMap::even({}, parameters_.replicas()); }
+  gradient::ShardMap shards() const override { return gradient::ShardMap::even({}, parameters_.replicas()); }
   bool during_backward() const override { return true; }
   at::Tensor memory_for(int replica, std::size_t slot) const override;
   void on_ready(int replica, std::size_t slot, const at::Tensor& gradient) override;
@@ -43,12 +46,12 @@ class ParameterServerSync final : public OnePass {
 
   std::vector<std::byte*> variables() const;
   std::int64_t changes_here() const;
-  at::Tensor gradient_memory(std::size_t index, const ParameterSlot& slot) const;
+  at::Tensor gradient_memory(std::size_t index, const gradient::ParameterSlot& slot) const;
 
   const std::shared_ptr<parameter_server::Client> client_;
   ReplicatedParameters& writable_;
   std::vector<std::vector<std::shared_ptr<EmbeddingModule>>> embeddings_;  // [replica][table]
-  const ShardMap shares_;  // of all variables, `owned()`, what each replica adds up
+  const gradient::ShardMap shares_;  // of all variables, `owned()`, what each replica adds up
 
   parameter_server::Client::Versions fetched_;  // of the values; empty: none
   std::int64_t changes_when_fetched_ = 0;
@@ -57,4 +60,7 @@ class ParameterServerSync final : public OnePass {
   Memory memory_;
 };
 
-}  // namespace lockstep::gradient
+// The client of the servers that update the path's parameters; null where this process updates them.
+parameter_server::Client* servers_of(const GradientPath& path);
+
+}  // namespace lockstep::strategy

@@ -15,7 +15,7 @@ class Module;
 
 namespace lockstep {
 
-namespace gradient {
+namespace strategy {
 class EmbeddingModule;
 }
 
@@ -59,7 +59,7 @@ class ShardedEmbedding {
   ShardedEmbedding copy() const;
 
  private:
-  std::shared_ptr<gradient::EmbeddingModule> module_;
+  std::shared_ptr<strategy::EmbeddingModule> module_;
 };
 
 }  // namespace lockstep

@@ -1,4 +1,4 @@
-#include "lockstep/collective/job.h"
+#include "lockstep/elastic/job.h"
 
 #include <atomic>
 #include <optional>
@@ -19,7 +19,7 @@ namespace {
 constexpr const char* kProcesses = "processes/";
 constexpr const char* kReplicas = "replicas/";
 constexpr const char* kUsers = "user/";
-constexpr const char* kMembers = "members/";
+constexpr const char* kOfMembers = "members/";
 constexpr std::chrono::seconds kToReport(1), kToFindStore(10);
 constexpr double kLongestPauseSeconds = 0.2;
 
@@ -43,7 +43,7 @@ struct Job::State {
         prefix(prefix_of(number)),
         own_cores(has_own_cores),
         is_newcomer(has_come_later),
-        stores(std::make_shared<elastic::ConnectedStores>(here.prefixed(prefix + kMembers))),
+        stores(std::make_shared<elastic::ConnectedStores>(here.prefixed(prefix + kOfMembers))),
         store(found.prefixed(prefix)) {}
   // Of a later generation of `before`.
   State(elastic::Members of, const State& before)
@@ -185,7 +185,7 @@ Job Job::regroup(const std::vector<int>& lost, Deadline deadline) const {
 
 Job Job::regroup(const elastic::Change& change, Deadline deadline) const {
   if (!state_->stores) {  // this process is alone
-    const auto stores = std::make_shared<elastic::ConnectedStores>(state_->keys().prefixed(kMembers));
+    const auto stores = std::make_shared<elastic::ConnectedStores>(state_->keys().prefixed(kOfMembers));
     const auto alone = elastic::first_members(world(), stores->here().address());
     elastic::Registry registry(stores, alone);
     return Job(std::make_shared<State>(elastic::next_generation(alone, registry, change, deadline), *state_));

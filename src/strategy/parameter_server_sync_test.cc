@@ -1,5 +1,5 @@
 // Workers on threads and servers in this process, against replicas of one process in double precision.
-#include "gradient/parameter_server_sync.h"
+#include "strategy/parameter_server_sync.h"
 
 #include <gtest/gtest.h>
 
@@ -11,9 +11,10 @@
 #include "gradient/optimizers_testing.h"
 #include "parameter_server/connection_in_process_testing.h"
 
-namespace lockstep::gradient {
+namespace lockstep::strategy {
 namespace {
 
+using namespace gradient;
 using namespace parameter_server;
 
 struct Servers {
@@ -86,7 +87,9 @@ std::shared_ptr<ReplicatedParameters> synchronous(int workers, int replicas, int
   for (int worker = 0; worker < workers; ++worker) {
     threads.emplace_back([&, worker] {
       const auto client = std::make_shared<Client>(servers.model, servers.places, servers.connections);
-      GradientPath path(all[static_cast<std::size_t>(worker)], optimizer, {.servers = client});
+      GradientPath path(all[static_cast<std::size_t>(worker)], optimizer, {.make_remote_sync = [&](auto& of) {
+                          return std::make_unique<ParameterServerSync>(of, client, 600);
+                        }});
       path.prepare();
       const auto groups = make_thread_groups(replicas);
       for (std::size_t i = 0; i < data.size(); ++i) {
@@ -119,4 +122,4 @@ TEST(ParameterServerSync, SynchronousStepsGiveTheWeightsOfMirroredReplicas) {
 }
 
 }  // namespace
-}  // namespace lockstep::gradient
+}  // namespace lockstep::strategy

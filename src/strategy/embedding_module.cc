@@ -1,4 +1,4 @@
-#include "gradient/embedding_module.h"
+#include "strategy/embedding_module.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -17,7 +17,7 @@
 #include "parameter_server/id_map.h"
 
 namespace lockstep {
-namespace gradient {
+namespace strategy {
 namespace {
 
 using Used = EmbeddingModule::Used;
@@ -206,10 +206,10 @@ std::vector<parameter_server::TableSpec> tables_of(const ReplicatedParameters& p
   return tables;
 }
 
-}  // namespace gradient
+}  // namespace strategy
 
 ShardedEmbedding::ShardedEmbedding(std::int64_t input_dim, std::int64_t output_dim, ShardedEmbeddingOptions options)
-    : module_(std::make_shared<gradient::EmbeddingModule>(input_dim, output_dim, options)) {}
+    : module_(std::make_shared<strategy::EmbeddingModule>(input_dim, output_dim, options)) {}
 
 Tensor ShardedEmbedding::operator()(const Tensor& ids) const { return module_->forward(ids); }
 std::shared_ptr<torch::nn::Module> ShardedEmbedding::ptr() const { return module_; }
