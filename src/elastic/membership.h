@@ -27,9 +27,9 @@ class Membership {
   ConnectedStores& stores() const { return *job_.stores(); }
   int row_size() const { return row_size_; }
 
-  // Of a newcomer: waits until the members that are in training number `training` take it in; poll() is called every
-  // second. `description`: lines that must be the same for all members. False where the training has ended, which
-  // another one may follow. Throws what Candidate's functions throw. Then take_place makes it a member.
+  // A newcomer waits here until the members in training number `training` give it a place; poll() is called every
+  // second. All members must give the same lines of `description`. Returns false where the training has ended; another
+  // training may follow. Throws what Candidate's functions throw. After true, take_place makes the newcomer a member.
   bool wait_for_place(std::int64_t training, const std::string& description, Deadline deadline,
                       const std::function<void()>& poll);
   void take_place();
@@ -51,7 +51,7 @@ class OpenTraining {
  public:
   OpenTraining(const Membership& membership, std::int64_t number, std::string description);
 
-  // Whether newcomers wait, as the first member of each host sees; false elsewhere.
+  // Returns true where newcomers wait. Only the first member of each host sees them; the others get false.
   bool newcomers_wait();
 
   // Those that wait; none where the store is slow: they are taken in later.

@@ -62,7 +62,7 @@ class ReplicatedParameters {
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, gradient::Placement placement,
                        const OnReplicas& on_replicas = {}, const Topology& topology = {});
 
-  // The same of one module that is split over the processes.
+  // Binds one module, which is split over the processes, in the same way.
   ReplicatedParameters(std::shared_ptr<torch::nn::Module> module, const gradient::SplitModule& split,
                        gradient::Placement placement, const Topology& topology);
 
@@ -71,7 +71,7 @@ class ReplicatedParameters {
   const std::optional<gradient::SplitModule>& split() const { return split_; }
   bool is_split() const { return split_.has_value(); }
 
-  // Whether the processes have the whole model: one that comes to an elastic job has a part of it.
+  // True where the processes have the whole model together. One that comes to an elastic job alone has a part of it.
   bool is_whole() const { return topology_.all.size() >= topology_.row_size; }
 
   // Whether this is the first of all workers that have the parameter, or a part of it.

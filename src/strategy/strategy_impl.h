@@ -110,7 +110,7 @@ class StrategyImpl {
   // returns no positive number.
   double learning_rate_factor() const;
 
-  // Of an elastic strategy.
+  // Only elastic strategies have one.
   elastic::Membership& membership() { return *membership_; }
   const elastic::Membership& membership() const { return *membership_; }
 

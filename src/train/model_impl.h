@@ -94,7 +94,7 @@ class ModelImpl {
   // This worker's positions of the sequences of examples that others have too.
   Example own_positions(const Example& part) const;
 
-  // What must live while it computes with them, or null.
+  // Returns an object that must live while the worker computes with these positions; null where it has all.
   std::unique_ptr<ContextParallel> use_context() const { return mesh() ? mesh()->use_context() : nullptr; }
 
   // On each replica, with its part of the batch: forward, loss, backward, reduce and update, metrics.

@@ -99,7 +99,7 @@ class Recovery {
   // where it comes too late for this training, which another one of the program may follow.
   bool take_part(const std::string& description, const std::function<void()>& poll);
 
-  // Whether newcomers wait, as the first worker of each host sees; false elsewhere.
+  // Returns true where newcomers wait. Only the first worker of each host sees them; the others get false.
   bool newcomers_wait();
 
   // Behind a section in which all agreed on it: takes in newcomers, and, where it `leaves`, lets this worker go. As

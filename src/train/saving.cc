@@ -30,9 +30,6 @@ namespace {
 
 constexpr const char* kTracker = "fit/tracker";
 
-// It is alone, and the workers that it will join have saved, or will.
-bool is_newcomer(const ModelImpl& impl) { return impl.topology.is_newcomer(); }
-
 void save_history(const History& history, Archive& archive) {
   archive.set_numbers("fit/history/epochs", {history.epoch.begin(), history.epoch.end()});
   for (const auto& [name, values] : history.history) archive.set_numbers("fit/history/values/" + name, values);
@@ -80,7 +77,7 @@ std::string train::name_of_type(const Callback& callback) {
 
 void Model::save_weights(const std::string& path) const {
   impl_->require_built("save_weights");
-  if (is_newcomer(*impl_)) return;
+  if (impl_->topology.is_newcomer()) return;  // the workers that it will join have saved, or will
   impl_->on_all_in_section("save_weights", [&] { impl_->write_weights(path); });
 }
 
@@ -136,7 +133,7 @@ void ModelImpl::tell_workers() const {
 void Model::save_checkpoint(const std::string& path) const {
   impl_->require_built("save_checkpoint");
   impl_->require_compiled("save_checkpoint");
-  if (is_newcomer(*impl_)) return;
+  if (impl_->topology.is_newcomer()) return;  // the workers that it will join have saved, or will
   impl_->on_all_in_section("save_checkpoint", [&] { impl_->write_checkpoint(path); });
 }
 

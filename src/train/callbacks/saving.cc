@@ -73,7 +73,7 @@ std::string done_or_why(const char* callback, const std::function<void()>& act) 
   }
 }
 
-// The same of what all workers do, also where the chief is lost meanwhile: then the next one does.
+// All workers call it. Where the chief is lost meanwhile, the next chief saves. Returns as done_or_why.
 std::string saved_or_why(const Model& model, const char* callback, const std::function<void()>& save) {
   std::string problem;
   unwrap(model).on_all_in_section(callback, [&] { problem = done_or_why(callback, save); });
