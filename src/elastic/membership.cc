@@ -1,67 +1,137 @@
 #include "elastic/membership.h"
 
 #include <chrono>
+#include <thread>
 #include <utility>
 
+#include "base/stop.h"
+#include "base/text.h"
+#include "elastic/failures.h"
+#include "elastic/newcomers.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::elastic {
+namespace {
 
-Membership::Membership(Job job, int row_size, int part) : job_(std::move(job)), row_size_(row_size), part_(part) {
-  if (!job_.is_newcomer()) presence_ = show_presence(stores().here(), members().self().name);
+constexpr std::chrono::milliseconds kBetweenChecks(100);  // for members that have gone
+constexpr std::chrono::seconds kToFindOut(15);            // that one has: with etcd when its lease ends
+
+// As job.group(options), but that nobody waits for a member that goes meanwhile: PeerLost names it. Collective.
+Group group_of_generation(const Job& job, const GroupOptions& options,
+                          const std::function<std::optional<int>()>& lost) {
+  const std::jthread watch([&](const std::stop_token& stop) {
+    try {
+      while (!stop_requested_by(Deadline::after(kBetweenChecks), stop)) {
+        if (const auto rank = lost()) return job.fail_waiters(text("worker ", *rank, " is lost"));
+      }
+    } catch (const Error&) {  // the store is gone: job.group says so
+    }
+  });
+  // A host that was just lost, with the store at which the members meet, counts as gone a little later.
+  const auto require_loss = [&] {
+    for (const auto until = Deadline::after(kToFindOut); !until.passed(); std::this_thread::sleep_for(kBetweenChecks)) {
+      if (const auto rank = lost()) throw PeerLost(*rank, job.world().generation, "its process or its host is gone");
+    }
+  };
+  try {
+    return job.group(options);
+  } catch (const PeerLost&) {
+    throw;
+  } catch (const DeadlineExceeded& late) {
+    if (late.ranks().empty()) require_loss();
+    throw;
+  } catch (const ClusterError&) {
+    require_loss();
+    throw;
+  }
 }
 
-bool Membership::wait_for_place(std::int64_t training, const std::string& description, Deadline deadline,
-                                const std::function<void()>& poll) {
-  Candidate candidate(job_.stores(), job_.world(), training, description, part_);
+class TrainingOfJob final : public OpenTraining {
+ public:
+  // `job`: of the generation that runs, whichever that is.
+  TrainingOfJob(const Job& job, int row_size, std::int64_t number, std::string description)
+      : job_(job), row_size_(row_size), number_(number), description_(std::move(description)) {
+    watch();
+  }
+
+  bool newcomers_wait() override {
+    watch();
+    return watch_ && watch_->any();
+  }
+
+  std::vector<Process> newcomers() override {
+    try {
+      if (watch_) return watch_->waiting();
+    } catch (const DeadlineExceeded&) {
+    }
+    return {};
+  }
+
+  void on_change() override {
+    if (watch_) watch_->forget_invited();
+    watch();
+  }
+
+  void end() override {
+    watch_.reset();
+    if (job_.rank() == 0) Watch::tell_end(*job_.stores(), number_, job_.members());
+  }
+
+ private:
+  // Another member may be the first of its host after each change.
+  void watch() {
+    if (!watch_ && job_.world().local_rank == 0) watch_.emplace(job_.registry(), number_, description_, row_size_);
+  }
+
+  const Job& job_;
+  const int row_size_;
+  const std::int64_t number_;
+  const std::string description_;
+  std::optional<Watch> watch_;  // of the first member of a host
+};
+
+}  // namespace
+
+JobMembership::JobMembership(Job job, int row_size, int part) : job_(std::move(job)), row_size_(row_size), part_(part) {
+  if (!is_newcomer()) presence_ = show_presence(job_.stores()->here(), members().self().name);
+}
+
+Group JobMembership::group(const GroupOptions& options) const {
+  return world().generation == 0 ? job_.group(options) : group_of_generation(job_, options, watch_for_losses());
+}
+
+bool JobMembership::wait_for_place(std::int64_t training, const std::string& description, Deadline deadline,
+                                   const std::function<void()>& poll) {
+  Candidate candidate(job_.stores(), world(), training, description, part_);
   place_ = candidate.wait(deadline, poll);
   if (place_) presence_ = candidate.presence();
   return place_.has_value();
 }
 
-void Membership::take_place() {
+void JobMembership::take_place() {
   job_ = job_.joined(*place_);
   place_.reset();
 }
 
-void Membership::regroup(Change change, double timeout_seconds) {
+void JobMembership::regroup(Change change, double timeout_seconds) {
   change.row_size = row_size_;
   job_ = job_.regroup(change, Deadline::after(std::chrono::duration<double>(timeout_seconds)));
 }
 
-OpenTraining::OpenTraining(const Membership& membership, std::int64_t number, std::string description)
-    : membership_(membership), number_(number), description_(std::move(description)) {
-  watch();
+std::unique_ptr<OpenTraining> JobMembership::open(std::int64_t number, const std::string& description) {
+  return std::make_unique<TrainingOfJob>(job_, row_size_, number, description);
 }
 
-// Another member may be the first of its host after each change.
-void OpenTraining::watch() {
-  const auto& job = membership_.job();
-  if (!watch_ && job.world().local_rank == 0)
-    watch_.emplace(job.registry(), number_, description_, membership_.row_size());
+std::function<std::optional<int>()> JobMembership::watch_for_losses() const {
+  return [members = members(), registry = job_.registry()] { return first_gone(members, *registry); };
 }
 
-bool OpenTraining::newcomers_wait() {
-  watch();
-  return watch_ && watch_->any();
+void JobMembership::tell_failure(std::int64_t section, const std::exception& error) const {
+  elastic::tell_failure(*job_.stores(), members(), section, error);
 }
 
-std::vector<Process> OpenTraining::newcomers() {
-  try {
-    if (watch_) return watch_->waiting();
-  } catch (const DeadlineExceeded&) {
-  }
-  return {};
-}
-
-void OpenTraining::on_change() {
-  if (watch_) watch_->forget_invited();
-  watch();
-}
-
-void OpenTraining::end() {
-  watch_.reset();
-  if (membership_.job().rank() == 0) Watch::tell_end(membership_.stores(), number_, membership_.members());
+void JobMembership::require_fewer_than_two_failures(std::int64_t section) const {
+  elastic::require_fewer_than_two_failures(*job_.registry(), section);
 }
 
 }  // namespace lockstep::elastic

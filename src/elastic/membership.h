@@ -1,4 +1,4 @@
-// This process as a member of an elastic job, and a training of the job that others may join.
+// This process among those that train together, and how they change while an elastic training runs.
 #pragma once
 
 #include <cstdint>
@@ -8,68 +8,108 @@
 #include <string>
 #include <vector>
 
-#include "elastic/newcomers.h"
+#include "elastic/next_generation.h"
+#include "lockstep/collective/make_group.h"
 #include "lockstep/elastic/job.h"
 
 namespace lockstep::elastic {
-
-// Shows the others that this process lives, joins a job that runs, and goes from one generation of the job to the next.
-//
-// One thread.
-class Membership {
- public:
-  // `row_size`: how many members have a copy of the model together. `part`: which part of it this process has, or is
-  // to have.
-  explicit Membership(Job job, int row_size = 1, int part = 0);
-
-  const Job& job() const { return job_; }  // of this generation
-  const Members& members() const { return job_.members(); }
-  ConnectedStores& stores() const { return *job_.stores(); }
-  int row_size() const { return row_size_; }
-
-  // A newcomer waits here until the members in training number `training` give it a place; poll() is called every
-  // second. All members must give the same lines of `description`. Returns false where the training has ended; another
-  // training may follow. Throws what Candidate's functions throw. After true, take_place makes the newcomer a member.
-  bool wait_for_place(std::int64_t training, const std::string& description, Deadline deadline,
-                      const std::function<void()>& poll);
-  void take_place();
-
-  // The next generation of the job. Collective; throws what Job::regroup throws.
-  void regroup(Change change, double timeout_seconds);
-
- private:
-  Job job_;
-  const int row_size_, part_;
-  std::shared_ptr<void> presence_;  // the others see that this process lives
-  std::optional<Members> place_;    // that a newcomer has been given, and has not taken yet
-};
 
 // A training in which this process takes part. While it is open, the first member of each host sees newcomers.
 //
 // One thread.
 class OpenTraining {
  public:
-  OpenTraining(const Membership& membership, std::int64_t number, std::string description);
+  virtual ~OpenTraining() = default;
 
   // Returns true where newcomers wait. Only the first member of each host sees them; the others get false.
-  bool newcomers_wait();
+  virtual bool newcomers_wait() = 0;
 
   // Those that wait; none where the store is slow: they are taken in later.
-  std::vector<Process> newcomers();
+  virtual std::vector<Process> newcomers() = 0;
 
   // After a change of the members, which may have taken in newcomers.
-  void on_change();
+  virtual void on_change() = 0;
 
   // It has ended for all, and nobody can join it any more: the first member tells those that come. Does not throw.
-  void end();
+  virtual void end() = 0;
+};
+
+// The processes that train together: members of a job, whose Groups they make. In an elastic job the members go from
+// one generation to the next; else there is only one.
+//
+// One thread; any thread may call `fail_waiters` and `tell_failure`.
+class Membership {
+ public:
+  virtual ~Membership() = default;
+
+  virtual const Members& members() const = 0;  // of this generation
+  const World& world() const { return members().world; }
+  virtual bool is_newcomer() const = 0;  // this process has not taken its place among them yet
+
+  // The Group of the members, and the Group of all their replicas (Job::replica_group). Collective. Of a later
+  // generation than the first: nobody waits for a member that goes meanwhile; PeerLost names it. Throws as make_group.
+  virtual Group group(const GroupOptions& options) const = 0;
+  virtual Group replica_group(int replicas, int replica, const GroupOptions& options) const = 0;
+
+  // Members that wait for this one to make a group get a ClusterError with `reason`.
+  virtual void fail_waiters(const std::string& reason) const = 0;
+
+  // --- In an elastic job.
+
+  // A newcomer waits here until the members in training number `training` give it a place; poll() is called every
+  // second. All members must give the same lines of `description`. Returns false where the training has ended; another
+  // training may follow. Throws what Candidate's functions throw. After true, take_place makes the newcomer a member.
+  virtual bool wait_for_place(std::int64_t training, const std::string& description, Deadline deadline,
+                              const std::function<void()>& poll) = 0;
+  virtual void take_place() = 0;
+
+  // The next generation of the job. Collective; throws what Job::regroup throws.
+  virtual void regroup(Change change, double timeout_seconds) = 0;
+
+  // Opens training number `number` of the job.
+  virtual std::unique_ptr<OpenTraining> open(std::int64_t number, const std::string& description) = 0;
+
+  // Returns a function for any thread: the first rank of this generation, but this one's, whose process has gone.
+  virtual std::function<std::optional<int>()> watch_for_losses() const = 0;
+
+  // As the functions in elastic/failures.h.
+  virtual void tell_failure(std::int64_t section, const std::exception& error) const = 0;
+  virtual void require_fewer_than_two_failures(std::int64_t section) const = 0;
+};
+
+// The members of a Job.
+class JobMembership final : public Membership {
+ public:
+  // Of a job with one generation.
+  explicit JobMembership(Job job) : job_(std::move(job)) {}
+
+  // Of an elastic job: shows the others that this process lives. `row_size`: how many members have a copy of the model
+  // together. `part`: which part of it this process has, or is to have.
+  JobMembership(Job job, int row_size, int part);
+
+  const Job& job() const { return job_; }  // of this generation
+  const Members& members() const override { return job_.members(); }
+  bool is_newcomer() const override { return job_.is_newcomer(); }
+  Group group(const GroupOptions& options) const override;
+  Group replica_group(int replicas, int replica, const GroupOptions& options) const override {
+    return job_.replica_group(replicas, replica, options);
+  }
+  void fail_waiters(const std::string& reason) const override { job_.fail_waiters(reason); }
+
+  bool wait_for_place(std::int64_t training, const std::string& description, Deadline deadline,
+                      const std::function<void()>& poll) override;
+  void take_place() override;
+  void regroup(Change change, double timeout_seconds) override;
+  std::unique_ptr<OpenTraining> open(std::int64_t number, const std::string& description) override;
+  std::function<std::optional<int>()> watch_for_losses() const override;
+  void tell_failure(std::int64_t section, const std::exception& error) const override;
+  void require_fewer_than_two_failures(std::int64_t section) const override;
 
  private:
-  void watch();
-
-  const Membership& membership_;
-  const std::int64_t number_;
-  const std::string description_;
-  std::optional<Watch> watch_;  // of the first member of a host
+  Job job_;  // of this generation
+  const int row_size_ = 1, part_ = 0;
+  std::shared_ptr<void> presence_;  // the others see that this process lives
+  std::optional<Members> place_;    // that a newcomer has been given, and has not taken yet
 };
 
 }  // namespace lockstep::elastic

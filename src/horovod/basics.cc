@@ -1,6 +1,6 @@
 // init, shutdown, ranks and sizes.
 #include "base/text.h"
-#include "horovod/membership.h"
+#include "horovod/generations.h"
 #include "horovod/session.h"
 #include "lockstep/base/error.h"
 #include "lockstep/elastic/job.h"
@@ -45,8 +45,8 @@ void init(const InitOptions& options) {
   }
   const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
   if (!cluster.host_store.empty()) {
-    Membership::set(std::make_shared<Membership>(cluster, options));
-    return Membership::current()->begin();
+    Generations::set(std::make_shared<Generations>(cluster, options));
+    return Generations::current()->begin();
   }
   const Job job(cluster, options.group.timeout_seconds);
   Session::set(session_of(job.world(), job.group(options.group), options.timeout_seconds));
@@ -54,7 +54,7 @@ void init(const InitOptions& options) {
 
 void shutdown() {
   Session::set(nullptr);
-  Membership::set(nullptr);
+  Generations::set(nullptr);
 }
 bool is_initialized() { return Session::exists(); }
 

@@ -5,7 +5,7 @@
 #include "gradient/gradient_reducer.h"
 #include "gradient/tensor_hash.h"
 #include "horovod/compression.h"
-#include "horovod/membership.h"
+#include "horovod/generations.h"
 #include "horovod/session.h"
 #include "lockstep/base/error.h"
 #include "lockstep/collective/communicator.h"
@@ -73,7 +73,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
         description(text_of(parameters, options)),
         trained(parameters.tensors),
         session(Session::current()),
-        joins(Membership::current() && Membership::current()->lacks_state()),
+        joins(Generations::current() && Generations::current()->lacks_state()),
         ranks(joins ? session->alone() : session->split(kName)) {
     if (!joins) ranks.check_all_agree(kName, description);
     reducer.emplace(parameters.names, std::move(parameters.tensors), ranks,
@@ -85,7 +85,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
                                                      .zeros_for_unused = true});
     reducer->set_before_pass([this] { return begin_backward(); });
     joins ? use_new_session() : add_to_session();
-    if (const auto membership = Membership::current()) regroups = membership->on_regroup([this] { use_new_session(); });
+    if (const auto generations = Generations::current()) regroups = generations->on_regroup([this] { use_new_session(); });
   }
   ~State() { session->remove_optimizer(number); }
 

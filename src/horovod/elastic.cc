@@ -13,7 +13,7 @@
 #include "base/text.h"
 #include "checkpoint/safetensors.h"
 #include "horovod/broadcast_bytes.h"
-#include "horovod/membership.h"
+#include "horovod/generations.h"
 #include "horovod/session.h"
 
 namespace lockstep::horovod::elastic {
@@ -22,23 +22,23 @@ class Trainer {
   Trainer(State& state, const std::function<void(State&)>& train) : state_(state), train_(train) {}
 
   void run() {
-    const auto membership = Membership::current();
-    if (!membership) return sync_and_train();
-    membership->begin_training();
+    const auto generations = Generations::current();
+    if (!generations) return sync_and_train();
+    generations->begin_training();
     while (true) {
       std::vector<int> lost;
       try {
         sync_and_train();
-        return membership->end_training();
+        return generations->end_training();
       } catch (const HostsUpdatedInterrupt&) {
       } catch (const std::exception& error) {
-        const auto ranks = membership->lost_in(error);
+        const auto ranks = generations->lost_in(error);
         if (!ranks) throw;
         log_warning(text("training goes on from its last commit: ", error.what()));
         state_.restore();
         lost = *ranks;
       }
-      membership->regroup(std::move(lost));
+      generations->regroup(std::move(lost));
       state_.on_reset();
     }
   }
@@ -47,7 +47,7 @@ class Trainer {
   void sync_and_train() {
     state_.sync();
     state_.commits_ = state_.newest_;
-    if (const auto membership = Membership::current()) membership->has_state();
+    if (const auto generations = Generations::current()) generations->has_state();
     train_(state_);
   }
 
@@ -71,21 +71,21 @@ void State::commit() {
 }
 
 void State::check_host_updates() {
-  const auto membership = Membership::current();
-  if (!membership) return;
+  const auto generations = Generations::current();
+  if (!generations) return;
   const auto session = Session::current();
-  auto sums = membership->says();
+  auto sums = generations->says();
   session->run([&] {
     session->negotiate(Announcement::of("check_host_updates"));
     session->carry_out(Call::all_reduce({sums.data(), sums.size(), DType::float64}, ReduceOp::sum));
   });
-  if (membership->changes(sums)) throw HostsUpdatedInterrupt("ranks come or leave");
+  if (generations->changes(sums)) throw HostsUpdatedInterrupt("ranks come or leave");
 }
 
 int State::newest_rank() {
   const auto session = Session::current();
-  const auto membership = Membership::current();
-  const std::int64_t mine = membership && membership->lacks_state() ? -1 : commits_;
+  const auto generations = Generations::current();
+  const std::int64_t mine = generations && generations->lacks_state() ? -1 : commits_;
   std::vector<std::int64_t> commits(static_cast<std::size_t>(session->size()));
   session->run([&] {
     session->negotiate(Announcement::of("sync of an elastic state"));

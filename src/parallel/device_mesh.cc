@@ -5,9 +5,8 @@
 #include <numeric>
 
 #include "base/text.h"
-#include "elastic/group_of_generation.h"
+#include "elastic/membership.h"
 #include "elastic/newcomers.h"
-#include "elastic/next_generation.h"
 #include "lockstep/cluster/cluster.h"
 #include "parallel/mesh_backend.h"
 #include "parallel/rehearsal_group.h"
@@ -131,15 +130,17 @@ struct DeviceMesh::State {
 
   // Of a process that comes to a job that runs.
   State(std::vector<Axis> of, const Cluster& cluster, const DeviceMeshOptions& with)
-      : axes(in_one_row(std::move(of))), job(Job::newcomer(cluster, with.group.timeout_seconds)), options(with) {
+      : axes(in_one_row(std::move(of))), options(with) {
+    const auto job = Job::newcomer(cluster, with.group.timeout_seconds);
     int stride = number_of_ranks(axes);
-    claim.emplace(*job->stores(), job->world(), stride);
-    ranks = Communicator(job->group(with.group), with.timeout_seconds);  // this rank alone
+    claim.emplace(*job.stores(), job.world(), stride);
+    membership = std::make_shared<elastic::JobMembership>(job, stride, claim->part());
+    ranks = Communicator(job.group(with.group), with.timeout_seconds);  // this rank alone
     for (const auto& axis : axes) {
       stride /= axis.size;
       const parallel::Rehearsal rehearsal(axis.size, claim->part() / stride % axis.size);
       along.push_back(axis.size > 1 ? ranks.with_group(rehearsal.ranks().group())
-                                    : Communicator(job->group(with.group), with.timeout_seconds));
+                                    : Communicator(job.group(with.group), with.timeout_seconds));
     }
   }
 
@@ -147,7 +148,7 @@ struct DeviceMesh::State {
   int part() const { return claim ? claim->part() : ranks.rank() % number_of_ranks(in_one_row(axes)); }
 
   std::vector<Axis> axes;
-  std::optional<Job> job;
+  std::shared_ptr<elastic::JobMembership> membership;  // null where it was made of a Communicator
   DeviceMeshOptions options;
   std::optional<elastic::ClaimedPart> claim;  // of a newcomer
   bool has_elastic_strategy = false;
@@ -168,8 +169,11 @@ DeviceMesh::DeviceMesh(std::vector<Axis> axes, DeviceMeshOptions options) {
   const Job job(cluster);
   const Communicator ranks(job.group(options.group), options.timeout_seconds);
   state_ = std::make_shared<State>(std::move(axes), ranks, options.elastic ? "" : job.world().host);
-  state_->job = job;
-  state_->options = std::move(options);
+  state_->options = options;
+  const int row_size = number_of_ranks(in_one_row(state_->axes));
+  state_->membership = options.elastic && job.stores() != nullptr
+                           ? std::make_shared<elastic::JobMembership>(job, row_size, state_->part())
+                           : std::make_shared<elastic::JobMembership>(job);
 }
 
 bool DeviceMesh::contains(const std::string& axis) const {
@@ -183,26 +187,26 @@ const Communicator& DeviceMesh::operator[](const std::string& axis) const {
   throw InvalidArgument(text("DeviceMesh: there is no axis \"", axis, "\"; the mesh has ", list(axes())));
 }
 
-void DeviceMesh::regroup(const Job& job, double timeout_seconds) const {
+void DeviceMesh::regroup(double timeout_seconds) const {
   auto options = state_->options.group;
   options.timeout_seconds = timeout_seconds;
-  const auto all = elastic::group_of_generation(job, options);
+  const auto all = state_->membership->group(options);
   auto& axes = state_->axes;
   const int row_size = number_of_ranks(in_one_row(axes));
   if (all.size() % row_size != 0)
     throw Error(text("DeviceMesh: ", all.size(), " ranks go on, which are no whole rows of ", row_size));
   axes[0].size = all.size() / row_size;
-  state_->job = job;
   state_->claim.reset();
   // Half of the time, so that one that waits in vain finds the others waiting for it.
-  const auto first_gone = [members = job.members(), registry = job.registry()] {
-    return elastic::first_gone(members, *registry);
-  };
-  state_->take(all, parallel::MeshGroups::Elastic{first_gone, std::chrono::duration<double>(timeout_seconds / 2)});
+  state_->take(all, parallel::MeshGroups::Elastic{state_->membership->watch_for_losses(),
+                                                  std::chrono::duration<double>(timeout_seconds / 2)});
 }
 
 const DeviceMeshOptions& DeviceMesh::options() const { return state_->options; }
-const std::optional<Job>& DeviceMesh::job() const { return state_->job; }
+std::optional<Job> DeviceMesh::job() const {
+  return state_->membership != nullptr ? std::optional(state_->membership->job()) : std::nullopt;
+}
+std::shared_ptr<elastic::Membership> DeviceMesh::membership() const { return state_->membership; }
 const Communicator& DeviceMesh::ranks() const { return state_->ranks; }
 const std::vector<DeviceMesh::Axis>& DeviceMesh::axes() const { return state_->axes; }
 

@@ -115,8 +115,8 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
   }
 }
 
-void MeshParallelism::regroup(const Job& job, double timeout_seconds) const {
-  mesh_.regroup(job, timeout_seconds);
+void MeshParallelism::regroup(double timeout_seconds) const {
+  mesh_.regroup(timeout_seconds);
   const auto deadline = Deadline::after(std::chrono::duration<double>(timeout_seconds));
   const auto regroup = [&](const Communicator& product, const std::vector<std::string>& some) {
     const auto axes = existing(mesh_, some);

@@ -23,10 +23,13 @@ class MeshParallelism final : public strategy::ModelParallelism {
 
   const Topology& topology() const override { return topology_; }
   std::string describe() const override;
-  void regroup(const Job& job, double timeout_seconds) const override;
+  void regroup(double timeout_seconds) const override;
 
   // Of a model that is one module. Throws InvalidArgument where models are cut into stages.
   gradient::SplitModule split(torch::nn::Module& module) const override;
+
+  // The processes of the mesh; null where it was made of a Communicator.
+  std::shared_ptr<elastic::Membership> membership() const { return mesh_.membership(); }
 
   // The mesh goes on with the generations of this strategy's job. Throws InvalidArgument where another one has said so.
   void claim_mesh() const { mesh_.claim_for_elastic_strategy(); }

@@ -110,7 +110,7 @@ bool is_alone(const DeviceMesh& mesh) { return !mesh.job() || mesh.job()->stores
 StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions& options) {
   check_on_all(mesh, options);
   cluster::CpuPartition partition;
-  if (const auto& job = mesh.job()) {
+  if (const auto job = mesh.job()) {
     const auto world = job->is_newcomer() ? resolve_cluster().world : job->world();
     partition = {world.local_rank, world.local_size, job->has_own_cores()};
   }
@@ -121,14 +121,15 @@ StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions&
       .partition = partition,
       .timeout_seconds = mesh.ranks().timeout_seconds()};
   auto& workers = settings.workers.emplace();
-  workers.job = mesh.job();
   workers.group = mesh.options().group;
   workers.buckets.bucket_bytes = bytes;
   workers.buckets.gradient_dtype = options.gradient_dtype;
   workers.shard_optimizer_state = options.shard_optimizer_state;
   if (!is_alone(mesh)) workers.elastic = options.elastic;
   workers.compare_copies_every = options.compare_copies_every;
-  settings.parallelism = std::make_shared<parallel::MeshParallelism>(mesh, options);
+  const auto parallelism = std::make_shared<parallel::MeshParallelism>(mesh, options);
+  workers.membership = parallelism->membership();
+  settings.parallelism = parallelism;
   return settings;
 }
 

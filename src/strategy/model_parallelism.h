@@ -6,7 +6,6 @@
 
 #include "collective/topology.h"
 #include "gradient/split_module.h"
-#include "lockstep/elastic/job.h"
 
 namespace torch::nn {
 class Module;
@@ -24,9 +23,9 @@ class ModelParallelism {
   // What must be the same for a worker that comes to an elastic job, in lines.
   virtual std::string describe() const = 0;
 
-  // After workers were lost, of an elastic strategy: replaces the topology's Groups. Collective over those of `job`,
-  // the next generation; throws what elastic::group_of_generation throws.
-  virtual void regroup(const Job& job, double timeout_seconds) const = 0;
+  // After workers were lost, of an elastic strategy: replaces the topology's Groups. Collective over the members of the
+  // next generation; throws what elastic::Membership::group throws.
+  virtual void regroup(double timeout_seconds) const = 0;
 
   // Keeps this worker's part of a module, which all have made. Collective over the workers.
   virtual gradient::SplitModule split(torch::nn::Module& module) const = 0;

@@ -59,7 +59,8 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
       .worker_batch = options.elastic ? options.elastic->worker_batch : std::nullopt};
   if (!job) return settings;
   settings.workers.emplace(
-      strategy::WorkerSettings{.job = *job,
+      strategy::WorkerSettings{.membership = options.elastic ? std::make_shared<elastic::JobMembership>(*job, 1, 0)
+                                                             : std::make_shared<elastic::JobMembership>(*job),
                                .group = {.backend = communication.backend,
                                          .network = communication.network,
                                          .implementation = communication.implementation,

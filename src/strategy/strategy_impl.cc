@@ -12,8 +12,6 @@
 #include "base/resources.h"
 #include "base/text.h"
 #include "elastic/failures.h"
-#include "elastic/group_of_generation.h"
-#include "elastic/next_generation.h"
 #include "lockstep/base/version.h"
 #include "strategy/parameter_server_sync.h"
 
@@ -57,7 +55,7 @@ Topology topology_of(const strategy::StrategySettings& settings) {
   auto topology = settings.parallelism != nullptr ? settings.parallelism->topology() : Topology();
   topology.replicas = static_cast<int>(settings.devices.size());
   topology.replicas_in_step = settings.replicas_in_step;
-  topology.came_later = settings.workers && settings.workers->job && settings.workers->job->is_newcomer();
+  topology.came_later = settings.workers && settings.workers->membership && settings.workers->membership->is_newcomer();
   topology.may_be_chief = settings.servers == nullptr || settings.servers->is_chief();
   return topology;
 }
@@ -78,20 +76,20 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   make_groups();
   all_groups_.resize(settings_.devices.size());
   if (!settings_.workers) return;
-  if (is_elastic()) membership_.emplace(*settings_.workers->job, topology_.row_size, topology_.part);
   if (parallelism() == nullptr)
-    topology_.train_with({job()->group(settings_.workers->group), settings_.timeout_seconds, "worker"});
+    topology_.train_with({membership()->group(settings_.workers->group), settings_.timeout_seconds, "worker"});
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
   topology_.all.check_all_agree("strategies", describe());
   seed_ = std::stoull(topology_.all.broadcast(std::to_string(seed_)));
   if (programs() != nullptr) {
-    watch_.emplace(topology_.all.with_group(job()->group(settings_.workers->group)),
+    watch_.emplace(topology_.all.with_group(membership()->group(settings_.workers->group)),
                    [devices = programs()](const std::string& reason) { devices->fail_waiters(reason); });
   }
 }
 
 std::string StrategyImpl::describe() const {
-  const auto& [job, group, buckets, shard_state, elastic, compare_copies_every, replace_differing] = *settings_.workers;
+  const auto& [membership, group, buckets, shard_state, elastic, compare_copies_every, replace_differing] =
+      *settings_.workers;
   return text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION, "\nnumber of replicas ", replicas(),
               "\ngradient_dtype ", buckets.gradient_dtype ? name_of(*buckets.gradient_dtype) : "none",
               "\nbucket_cap in bytes ", buckets.bucket_bytes, "\nfirst_bucket in bytes ", buckets.first_bucket_bytes,
@@ -197,7 +195,7 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
 }
 
 std::vector<std::string> StrategyImpl::hosts() const {
-  const auto& processes = membership_->members().processes;
+  const auto& processes = membership()->members().processes;
   const auto row = static_cast<std::size_t>(topology_.row_size);
   std::vector<std::string> hosts;
   for (auto rank = static_cast<std::size_t>(topology_.part); rank < processes.size(); rank += row)
@@ -220,7 +218,7 @@ const Group& StrategyImpl::group(int replica) const {
   if (topology_.data.size() == 1) return local_group(replica);
   if (replicas() == 1) return topology_.data.group();
   auto& group = all_groups_[static_cast<std::size_t>(replica)];
-  if (!group) group = job()->replica_group(replicas(), replica, settings_.workers->group);
+  if (!group) group = membership()->replica_group(replicas(), replica, settings_.workers->group);
   return *group;
 }
 
@@ -259,12 +257,12 @@ void StrategyImpl::on_replicas(const std::function<void(int)>& function) {
 }
 
 void StrategyImpl::regroup(const elastic::Change& change) {
-  membership_->regroup(change, settings_.workers->elastic->regroup_seconds);
+  membership()->regroup(change, settings_.workers->elastic->regroup_seconds);
   if (!change.leaves) take_group();
 }
 
 void StrategyImpl::join() {
-  membership_->take_place();
+  membership()->take_place();
   take_group();
 }
 
@@ -272,9 +270,9 @@ void StrategyImpl::take_group() {
   auto options = settings_.workers->group;
   options.timeout_seconds = settings_.workers->elastic->regroup_seconds;
   if (parallelism() != nullptr)
-    parallelism()->regroup(*job(), options.timeout_seconds);
+    parallelism()->regroup(options.timeout_seconds);
   else
-    topology_.all.regroup(elastic::group_of_generation(*job(), options));
+    topology_.all.regroup(membership()->group(options));
   for (auto& group : all_groups_) group.reset();
 }
 
@@ -298,22 +296,19 @@ void StrategyImpl::fail(int replica) const {
   if (topology_.all.size() > 1) topology_.all.group().abort(why);
   const auto& all = all_groups_[static_cast<std::size_t>(replica)];
   if (all) return all->abort(why);
-  if (topology_.all.size() > 1 && job() != nullptr)
-    job()->fail_waiters(why);  // other replicas may be making that Group
+  if (topology_.all.size() > 1 && membership() != nullptr)
+    membership()->fail_waiters(why);  // other replicas may be making that Group
 }
 
-const Job* StrategyImpl::job() const {
-  if (membership_) return &membership_->job();
-  return settings_.workers && settings_.workers->job ? &*settings_.workers->job : nullptr;
+std::string StrategyImpl::here() const {
+  return membership() != nullptr ? text(" on ", membership()->world().host) : "";
 }
-
-std::string StrategyImpl::here() const { return job() != nullptr ? text(" on ", job()->world().host) : ""; }
 
 // Before the Groups are aborted: whoever notices that finds the reason.
 void StrategyImpl::tell_failure(const std::exception& error) const {
   if (watch_) watch_->abort(error.what());
   if (!is_elastic() || !elastic::is_of_program(error)) return;
-  elastic::tell_failure(membership_->stores(), membership_->members(), completed_sections_.count, error);
+  membership()->tell_failure(completed_sections_.count, error);
 }
 
 void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {

@@ -14,7 +14,6 @@
 #include "elastic/sections.h"
 #include "gradient/gradient_path.h"
 #include "lockstep/base/random.h"
-#include "lockstep/elastic/job.h"
 #include "lockstep/strategy/multi_worker_mirrored_strategy.h"
 #include "lockstep/strategy/strategy.h"
 #include "ops/replica_random.h"
@@ -34,7 +33,7 @@ std::shared_ptr<ReplicatedParameters> replicate_modules(StrategyImpl& strategy, 
 
 // This process among those that train together.
 struct WorkerSettings {
-  std::optional<Job> job;  // none: of a mesh that was made of a Group
+  std::shared_ptr<elastic::Membership> membership;  // null: of a mesh that was made of a Communicator
   GroupOptions group;
   gradient::BucketOptions buckets;
   bool shard_optimizer_state = false;
@@ -99,8 +98,8 @@ class StrategyImpl {
   }
 
   // Goes on with the workers that remain and those that come: replaces the topology's Groups. Collective over them,
-  // between runs. Throws what Job::regroup and Job::group throw; after those of the latter the job is of the next
-  // generation.
+  // between runs. Throws what Job::regroup and Job::group throw; after an exception of Job::group the job is of the
+  // next generation.
   void regroup(const elastic::Change& change);
 
   // Of a newcomer: takes the place that the workers have given it. Collective over them, which regroup.
@@ -110,9 +109,8 @@ class StrategyImpl {
   // returns no positive number.
   double learning_rate_factor() const;
 
-  // Only elastic strategies have one.
-  elastic::Membership& membership() { return *membership_; }
-  const elastic::Membership& membership() const { return *membership_; }
+  // The workers, as processes of a job. Null for a process alone, and for a mesh that was made of a Communicator.
+  elastic::Membership* membership() const { return settings_.workers ? settings_.workers->membership.get() : nullptr; }
 
   // What must be the same for all workers, in lines.
   std::string describe() const;
@@ -205,12 +203,10 @@ class StrategyImpl {
   void tell_failure(const std::exception& error) const;
   static void await(ops::LaunchedProgram& launched);
   void count_run() { ended_runs_.fetch_add(1, std::memory_order_relaxed); }
-  const Job* job() const;    // with workers: of this generation; else null
   std::string here() const;  // the host's name, for messages
 
   const strategy::StrategySettings settings_;
   Topology topology_;
-  std::optional<elastic::Membership> membership_;            // of an elastic strategy
   std::vector<c10::Device> torch_devices_;                   // [replica]
   std::vector<std::unique_ptr<ops::ReplicaRandom>> random_;  // [replica], that replica's own while it runs
   std::vector<Group> groups_;                                // [replica]

@@ -74,8 +74,9 @@ std::shared_ptr<StrategyImpl> make_strategy(const TPUClusterResolver& resolver, 
   if (!system.job) return std::make_shared<StrategyImpl>(settings);
   const auto& world = system.job->world();
   settings.partition = {world.local_rank, world.local_size, system.job->has_own_cores()};
-  settings.workers.emplace(strategy::WorkerSettings{
-      .job = *system.job, .group = {.timeout_seconds = resolver.options().start_timeout_seconds}});
+  settings.workers.emplace(
+      strategy::WorkerSettings{.membership = std::make_shared<elastic::JobMembership>(*system.job),
+                               .group = {.timeout_seconds = resolver.options().start_timeout_seconds}});
   std::shared_ptr<StrategyImpl> made;
   telling_others(*system.job, [&] { made = std::make_shared<StrategyImpl>(settings); });
   return made;

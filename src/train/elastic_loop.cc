@@ -9,9 +9,8 @@
 #include "lockstep/base/error.h"
 #include "optimizer/describe.h"
 #include "strategy/strategy_impl.h"
-#include "train/agreement.h"
-#include "train/recovery.h"
 #include "train/signal_guard.h"
+#include "train/training.h"
 #include "train/update_state.h"
 
 namespace lockstep {
@@ -60,8 +59,15 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   }
 
   Numbers run(const std::function<Numbers()>& act) {
+    const auto seeded = [&] {
+      begin_section();
+      return act();
+    };
     Numbers result;
-    section(act, [&](const Numbers& numbers) { result = numbers; });
+    training_->run(seeded, [&](const Numbers& numbers) {
+      ++place.sections;
+      result = numbers;
+    });
     return result;
   }
 
@@ -76,12 +82,12 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
           "AutoShardPolicy::data, and it must not come from distribute_from_function");
     }
     if (!take_part()) return false;
-    if (waits) agreement_.wait_for_newcomers([] {});
+    if (waits) training_->wait_for_newcomers([] {});
     auto batches = data.iterate(place.position);
     while (auto batch = batches.next()) {
       make_step(batches, *batch, count, step, done);
-      agreement_.change_workers([] {});
-      const int signal = agreement_.signal();
+      training_->change_workers([] {});
+      const int signal = training_->signal();
       if (signal == 0) continue;
       end();
       throw Interrupted(signal);
@@ -93,13 +99,11 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   bool take_part() {
     if (takes_part_) return *takes_part_;
     unwrap(optimizer_).prepare();
-    takes_part_ = recovery_.take_part(describe(), [this] {
-      if (signals_.received() != 0) throw Interrupted(signals_.received());
-    });
+    takes_part_ = training_->take_part(describe());
     return *takes_part_;
   }
 
-  void end() { recovery_.end(); }
+  void end() { training_->end(); }
 
   std::int64_t steps() const override { return place.steps; }
   void set_steps(std::int64_t steps) override { place.steps = steps; }
@@ -117,41 +121,31 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
     auto regroups = workers().regroups();
     Numbers found(count);  // zeros where the update was taken from another worker
     const auto act = [&] {
-      if (!recovery_.updated()) {
+      begin_section();
+      if (!training_->updated()) {
         if (std::exchange(regroups, workers().regroups()) != workers().regroups()) batch = batches.again();
         found.assign(count, 0);
         found = step(batch);
         if (!strategy().topology().counts()) found.assign(count, 0);  // another worker computed the same
         ++place.steps;
-        recovery_.set_updated();
+        training_->updated() = true;
       }
-      auto sums = found;
-      const auto mine = agreement_.mine(false);
-      sums.insert(sums.end(), mine.begin(), mine.end());
-      return agreement_.checked([&] {
-        workers().sum(sums);
-        return sums;
-      });
+      return found;
     };
-    section(act, [&](const Numbers& sums) {
-      agreement_.finish(sums);
+    const auto sum = [&](std::span<const double> numbers) {
+      Numbers sums(numbers.begin(), numbers.end());
+      workers().sum(sums);
+      return sums;
+    };
+    training_->agree(false, act, sum, [&](std::span<const double> sums) {
+      ++place.sections;
       place.position = batches.position();
-      done({sums.begin(), sums.begin() + static_cast<std::ptrdiff_t>(count)});
+      done({sums.begin(), sums.end()});
     });
-    agreement_.end();
   }
 
-  // With random numbers of its own, however often it is called.
-  void section(const std::function<Numbers()>& act, const std::function<void(const Numbers&)>& finish) {
-    const auto seeded = [&] {
-      strategy().set_runs(place.seed, static_cast<std::uint64_t>(place.sections));
-      return act();
-    };
-    recovery_.run(seeded, [&](const Numbers& numbers) {
-      ++place.sections;
-      finish(numbers);
-    });
-  }
+  // Its random numbers are its own, however often it is called.
+  void begin_section() { strategy().set_runs(place.seed, static_cast<std::uint64_t>(place.sections)); }
 
   const Communicator& workers() const { return strategy().topology().all; }
 
@@ -189,8 +183,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   const ReplicatedOptimizer optimizer_;
   const std::map<std::string, Trackable> objects_;
   train::SignalGuard signals_{true};
-  train::Recovery recovery_{*this};
-  train::Agreement agreement_{*this, recovery_, signals_, [this]() -> const Communicator& { return workers(); }};
+  const std::unique_ptr<train::Training> training_ = train::Training::of(*this, &signals_);
   std::optional<bool> takes_part_;  // false: a newcomer that has come too late
 };
 

@@ -9,7 +9,6 @@
 #include "elastic/members.h"
 #include "lockstep/base/error.h"
 #include "strategy/strategy_impl.h"
-#include "train/agreement.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/compare_fits.h"
 #include "train/evaluate.h"
@@ -20,6 +19,7 @@
 #include "train/signal_guard.h"
 #include "train/step_source.h"
 #include "train/stragglers.h"
+#include "train/training.h"
 
 namespace lockstep {
 namespace {
@@ -37,21 +37,16 @@ class Fit {
         data_(train::weighed(impl_, data, options).keeping_first()),
         signals_(options.handle_signals),
         worker_(impl_, "fit", [this] { become_chief(); }),
-        recovery_(worker_),
-        agreement_(worker_, recovery_, signals_, [this]() -> const Communicator& { return peers(); }),
+        training_(train::Training::of(worker_, &signals_)),
         computes_alone_(on_cpu(unwrap(impl_.strategy).torch_devices()) && !impl_.topology.is_split) {
     impl_.fitting = true;
-    impl_.section_of_fit = [this](const std::function<ModelImpl::Numbers()>& act) {
-      ModelImpl::Numbers completed;
-      recovery_.run(act, [&](const auto& numbers) { completed = numbers; });
-      return completed;
-    };
+    impl_.training = training_.get();
   }
 
   ~Fit() {
     for (const auto& callback : callbacks_) callback->detach();
     impl_.callbacks.clear();
-    impl_.section_of_fit = nullptr;
+    impl_.training = nullptr;
     impl_.fitting = false;
   }
   Fit(const Fit&) = delete;
@@ -86,15 +81,11 @@ class Fit {
   bool join() {
     each([](Callback& callback) { callback.on_join(); });
     if (!take_part()) return false;
-    if (worker_.waits) agreement_.wait_for_newcomers([this] { save_at_interrupt(); });
+    if (worker_.waits) training_->wait_for_newcomers([this] { save_at_interrupt(); });
     return true;
   }
 
-  bool take_part() {
-    return recovery_.take_part(train::describe_member(impl_, data_, options_), [this] {
-      if (signals_.received() != 0) throw Interrupted(signals_.received());
-    });
-  }
+  bool take_part() { return training_->take_part(train::describe_member(impl_, data_, options_)); }
 
   void train() {
     for (bool begun = false, ended = false; !ended;) {
@@ -109,7 +100,7 @@ class Fit {
         restore_after(error.what());
       }
     }
-    recovery_.end();
+    training_->end();
   }
 
   // Goes back to the last checkpoint of a callback.
@@ -120,10 +111,10 @@ class Fit {
         change = nullptr;
         for (std::size_t i = 0; i < callbacks_.size() && !change; ++i) change = callbacks_[i]->on_state_lost();
         workers().any(false);  // where it returns on one, all have read it
-        return train::Recovery::Numbers();
+        return train::Training::Numbers();
       };
       try {
-        recovery_.run(read, [&](const auto&) {
+        training_->run(read, [&](const auto&) {
           if (change) change();
         });
         found = true;
@@ -145,8 +136,8 @@ class Fit {
 
   bool stopping() const { return impl_.stops(); }
   void agree() {
-    agreement_.agree(impl_.stopping);
-    impl_.agreed_to_stop = agreement_.stopping();
+    training_->agree(impl_.stopping);
+    impl_.agreed_to_stop = training_->stopping();
   }
   const Communicator& workers() const { return impl_.topology.all; }
   const Communicator& peers() const { return impl_.topology.peers; }
@@ -168,9 +159,9 @@ class Fit {
     const auto all = [this] {
       train::compare_fits(impl_, data_, options_);
       train::compare_callbacks(impl_, options_);
-      return train::Recovery::Numbers();
+      return train::Training::Numbers();
     };
-    recovery_.run(all, [](const auto&) {});
+    training_->run(all, [](const auto&) {});
   }
 
   void attach_callbacks() {
@@ -209,27 +200,23 @@ class Fit {
     steps_->add_to(logs);
     impl_.batches_of_call = progress().batch - index;
     each([&](Callback& callback) { callback.on_train_batch_end(progress().batch - 1, logs); });
-    agreement_.change_workers([this] { save_at_interrupt(); });
+    training_->change_workers([this] { save_at_interrupt(); });
     throw_if_interrupted();
     if (stopping()) steps_->stop();
   }
 
   void make_step() {
     const auto train = [this] {
-      if (!recovery_.updated()) steps_->train();
-      recovery_.set_updated();
-      auto news = seconds_of_workers();
-      const auto here = agreement_.mine(impl_.stopping);
-      news.insert(news.end(), here.begin(), here.end());
-      return agreement_.checked([&] { return steps_->sum(news); });
+      if (!training_->updated()) steps_->train();
+      training_->updated() = true;
+      return seconds_of_workers();
     };
-    recovery_.run(train, [this](const auto& sums) {
+    const auto sum = [this](std::span<const double> news) { return steps_->sum(news); };
+    training_->agree(impl_.stopping, train, sum, [this](std::span<const double> sums) {
       steps_->count(sums);
-      agreement_.finish(sums);
-      impl_.agreed_to_stop = agreement_.stopping();
+      impl_.agreed_to_stop = training_->stopping();
       look_for_stragglers(sums);
     });
-    agreement_.end();
   }
 
   // What this worker has computed since its last step, among zeros: [rank].
@@ -241,15 +228,15 @@ class Fit {
     return seconds;
   }
 
-  // In these sums, the numbers above stand before the agreement's.
+  // The numbers above are the last ones of these sums.
   void look_for_stragglers(std::span<const double> sums) {
     if (!impl_.strategy.is_chief() || !computes_alone_) return;
-    const auto workers = static_cast<std::size_t>(std::lround(agreement_.workers()));
-    const auto said = stragglers_.count(sums.last(train::Agreement::kSize + workers).first(workers));
+    const auto workers = static_cast<std::size_t>(std::lround(training_->workers()));
+    const auto said = stragglers_.count(sums.last(workers));
     if (said.empty()) return;
     const auto& strategy = unwrap(impl_.strategy);
     const auto number =
-        strategy.is_elastic() ? elastic::launchers_ranks(strategy.membership().members(), {stragglers_.named()}) : "";
+        strategy.is_elastic() ? elastic::launchers_ranks(strategy.membership()->members(), {stragglers_.named()}) : "";
     log_warning(text("fit: ", said, number));
   }
 
@@ -268,9 +255,9 @@ class Fit {
 
   // After a whole step or epoch.
   void throw_if_interrupted() {
-    const int signal = agreement_.signal();
+    const int signal = training_->signal();
     if (signal == 0) return;
-    recovery_.end();
+    training_->end();
     save_at_interrupt();
     throw Interrupted(signal);
   }
@@ -329,7 +316,7 @@ class Fit {
     each([&](Callback& callback) { callback.on_epoch_end(epoch, logs); });
     agree();
     ended_epoch_.reset();
-    agreement_.change_workers([this] { save_at_interrupt(); });
+    training_->change_workers([this] { save_at_interrupt(); });
   }
 
   Logs validate() {
@@ -342,7 +329,7 @@ class Fit {
       for (const auto& [name, value] : logs) values.push_back(value);
       return values;
     };
-    recovery_.run(evaluate, [&](const auto& values) {
+    training_->run(evaluate, [&](const auto& values) {
       if (logs.empty()) logs = impl_.tracker->logs();  // for the names: another worker has completed the evaluation
       std::size_t i = 0;
       for (const auto& [name, value] : Logs(logs)) logs.set(name, values.at(i++));
@@ -359,7 +346,7 @@ class Fit {
       try {
         call(*callback.operator->());
       } catch (const std::exception& error) {
-        if (!recovery_.goes_on_behind(error, train::name_of_type(*callback.operator->()))) throw;
+        if (!training_->goes_on_after(error, train::name_of_type(*callback.operator->()))) throw;
       }
     }
   }
@@ -371,8 +358,7 @@ class Fit {
   std::optional<Dataset> validation_data_;  // whose first element is kept
   train::SignalGuard signals_;
   train::FitWorker worker_;
-  train::Recovery recovery_;
-  train::Agreement agreement_;
+  const std::unique_ptr<train::Training> training_;
   train::Stragglers stragglers_;
   double computed_ = 0;                 // seconds, until the last step
   const bool computes_alone_;           // without waiting for a GPU, or for other workers in forward and backward

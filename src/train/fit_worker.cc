@@ -1,6 +1,7 @@
 #include "train/fit_worker.h"
 
 #include "checkpoint/safetensors.h"
+#include "train/training.h"
 #include "train/update_state.h"
 
 namespace lockstep::train {
@@ -43,15 +44,13 @@ void FitWorker::take_state(std::string_view printed, std::string_view printed_pa
 namespace lockstep {
 
 ModelImpl::Numbers ModelImpl::in_section(const std::string& what, const std::function<Numbers()>& act) {
-  auto& all = unwrap(strategy);
-  if (gradients == nullptr && parameters != nullptr) parameters->regroup();
-  if (!all.is_elastic() || all.completed_sections().is_in_one || gradients == nullptr) return act();
-  if (section_of_fit) return section_of_fit(act);
+  if (gradients == nullptr) {
+    if (parameters != nullptr) parameters->regroup();
+    return act();
+  }
+  if (training != nullptr) return training->run_or_act(act);
   train::FitWorker worker(*this, what, [] {});
-  train::Recovery recovery(worker);
-  Numbers completed;
-  recovery.run(act, [&](const auto& numbers) { completed = numbers; });
-  return completed;
+  return train::Training::of(worker)->run_or_act(act);
 }
 
 void ModelImpl::check_on_all(const std::string& what, const std::function<void()>& check) {

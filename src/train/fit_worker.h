@@ -5,7 +5,7 @@
 #include <string>
 
 #include "train/model_impl.h"
-#include "train/recovery.h"
+#include "train/training_worker.h"
 
 namespace lockstep::train {
 
@@ -15,6 +15,7 @@ class FitWorker final : public TrainingWorker {
   FitWorker(ModelImpl& impl, const std::string& what, std::function<void()> become_chief)
       : TrainingWorker(unwrap(impl.strategy), what), impl_(impl), become_chief_(std::move(become_chief)) {}
 
+  const Communicator& peers() const override { return impl_.topology.peers; }
   std::int64_t steps() const override { return impl_.steps; }
   void set_steps(std::int64_t steps) override { impl_.steps = steps; }
   std::int64_t updates() const override { return impl_.gradients->decided_steps(); }

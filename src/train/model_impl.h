@@ -25,6 +25,8 @@
 
 namespace lockstep::train {
 
+class Training;
+
 // How far a fit has come: what a full checkpoint needs besides the model to go on in the middle of an epoch.
 struct FitProgress {
   int epoch = 0;           // that is running, or comes next
@@ -129,7 +131,6 @@ class ModelImpl {
   // for messages, where no fit runs.
   using Numbers = std::vector<double>;
   Numbers in_section(const std::string& what, const std::function<Numbers()>& act);
-  std::function<Numbers(const std::function<Numbers()>& act)> section_of_fit;  // of a fit that runs
 
   // The same for what each worker does for itself: where it returns on one, all have completed it.
   void on_all_in_section(const std::string& what, const std::function<void()>& act);
@@ -231,12 +232,13 @@ class ModelImpl {
   std::int64_t data_epochs = 0;        // epochs of data that fits have begun: the next one shuffles anew
   std::vector<AnyCallback> callbacks;  // of the fit that runs, as its options list them; empty between fits
   bool fitting = false;
-  std::int64_t evaluated_step = -1;  // of an evaluator: that of the last checkpoint which it has evaluated
-  std::int64_t call = 0;             // with parameter servers: the number of the one that the chief makes
-  std::int64_t batches_of_call = 1;  // which callbacks' on_train_batch_end tells of: those of one execution
-  bool stopping = false;             // this worker asked for the end of the fit
-  bool out_of_data = false;          // stopping because the data ended: a longer data set would go on
-  bool agreed_to_stop = false;       // one of the workers had asked when the last step or epoch ended
+  train::Training* training = nullptr;  // that runs: of a fit
+  std::int64_t evaluated_step = -1;     // of an evaluator: that of the last checkpoint which it has evaluated
+  std::int64_t call = 0;                // with parameter servers: the number of the one that the chief makes
+  std::int64_t batches_of_call = 1;     // which callbacks' on_train_batch_end tells of: those of one execution
+  bool stopping = false;                // this worker asked for the end of the fit
+  bool out_of_data = false;             // stopping because the data ended: a longer data set would go on
+  bool agreed_to_stop = false;          // one of the workers had asked when the last step or epoch ended
 
   // Whether one of the batches that on_train_batch_end tells of was a multiple of `every`, where `count` are done.
   bool passed_multiple(std::int64_t count, std::int64_t every) const {

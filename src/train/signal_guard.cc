@@ -35,6 +35,8 @@ SignalGuard::~SignalGuard() {
   sigaction(SIGTERM, &before_terminate_, nullptr);
 }
 
-int SignalGuard::received() const { return active_ ? noted.load() : 0; }
+thread_local int SignalGuard::of_thread = 0;
+
+int SignalGuard::received() const { return active_ ? noted.load() : of_thread; }
 
 }  // namespace lockstep::train

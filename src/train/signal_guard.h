@@ -17,6 +17,9 @@ class SignalGuard {
   // The signal that came, or 0.
   int received() const;
 
+  // For tests whose workers are threads: the signal that a guard in this thread has received, which is not active.
+  static thread_local int of_thread;
+
  private:
   bool active_;
   struct sigaction before_interrupt_ {};

@@ -20,6 +20,9 @@ namespace lockstep {
 namespace parallel {
 class MeshParallelism;
 }
+namespace elastic {
+class Membership;
+}
 
 struct DeviceMeshOptions {
   double timeout_seconds = kDefaultTimeoutSeconds;  // of each call of its Communicators
@@ -70,7 +73,7 @@ class DeviceMesh {
   int coordinate(const std::string& axis) const { return (*this)[axis].rank(); }
 
   // The processes of which it was made; none where it was made of a Communicator.
-  const std::optional<Job>& job() const;
+  std::optional<Job> job() const;
   const DeviceMeshOptions& options() const;
 
   // "data 1, tensor 0": the coordinates of a rank of `ranks()`.
@@ -79,9 +82,12 @@ class DeviceMesh {
  private:
   friend class parallel::MeshParallelism;
 
+  // The processes of which it was made, for a strategy; null where it was made of a Communicator.
+  std::shared_ptr<elastic::Membership> membership() const;
+
   // Goes on with the job's next generation: the first axis gets as long as that needs. Collective over its ranks,
   // between steps. `timeout_seconds`: until they have come.
-  void regroup(const Job& job, double timeout_seconds) const;
+  void regroup(double timeout_seconds) const;
 
   // Which of the ranks this one is that have the same coordinate on the first axis.
   int part() const;

@@ -1,4 +1,4 @@
-// This process among the members of an elastic job.
+// The ranks of an elastic job, generation by generation, each with a Session.
 #pragma once
 
 #include <array>
@@ -16,15 +16,15 @@
 namespace lockstep::horovod {
 
 // One thread.
-class Membership {
+class Generations {
  public:
   // A process that comes later waits here until the others take it in. Throws as Job and elastic::Candidate do, and
   // ClusterError where the training has ended.
-  Membership(const Cluster& cluster, const InitOptions& options);
+  Generations(const Cluster& cluster, const InitOptions& options);
 
   // Null where the job is not elastic.
-  static std::shared_ptr<Membership> current();
-  static void set(std::shared_ptr<Membership> membership);
+  static std::shared_ptr<Generations> current();
+  static void set(std::shared_ptr<Generations> generations);
 
   // Whether this process came later, and has not got the others' state yet.
   bool lacks_state() const { return lacks_state_; }
@@ -54,13 +54,13 @@ class Membership {
  private:
   std::shared_ptr<Session> make_session();
 
-  ::lockstep::elastic::Membership membership_;
+  ::lockstep::elastic::JobMembership membership_;
   const InitOptions options_;
   bool lacks_state_ = false;
   using Calls = std::list<std::function<void()>>;
   const std::shared_ptr<Calls> on_regroup_ = std::make_shared<Calls>();  // handles may live longer than this
   std::optional<train::SignalGuard> signals_;
-  std::optional<::lockstep::elastic::OpenTraining> training_;
+  std::unique_ptr<::lockstep::elastic::OpenTraining> training_;
   int signal_ = 0;  // that it said last that it has got
 };
 

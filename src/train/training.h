@@ -1,0 +1,110 @@
+// A training of a strategy's workers: the sections that they complete together, and what they agree on.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "train/signal_guard.h"
+#include "train/training_worker.h"
+
+namespace lockstep::train {
+
+// This class is for workers that are the same ones all the time. ElasticTraining is for those that are lost, leave and
+// join.
+//
+// All agree after each step and epoch: if one worker stopped alone, the others would wait for it. What a worker says is
+// summed with what they sum anyway.
+//
+// One thread, while no replica runs.
+class Training {
+ public:
+  // As the worker's strategy is. `worker` and `signals` must outlive the training. `signals`: those that end it; null
+  // where none do.
+  static std::unique_ptr<Training> of(TrainingWorker& worker, const SignalGuard* signals = nullptr);
+
+  Training(TrainingWorker& worker, const SignalGuard* signals) : worker_(worker), signals_(signals) {}
+  virtual ~Training() = default;
+  Training(const Training&) = delete;
+  Training& operator=(const Training&) = delete;
+
+  // Takes part in the training that the strategy's workers begin now: `description` has what must be the same for all
+  // of them, in lines. A newcomer waits until they take it in, and gets their state. False where it comes too late for
+  // this training, which another one of the program may follow. Throws Interrupted.
+  virtual bool take_part(const std::string& /*description*/) { return true; }
+
+  // The training has ended on all workers: nobody can join it any more.
+  virtual void end() {}
+
+  // --- sections (elastic/sections.h)
+
+  // act() is collective and returns numbers that are equal on all workers; finish(numbers) completes the section.
+  using Numbers = elastic::Sections::Numbers;
+  using Finish = std::function<void(const Numbers& numbers)>;
+  virtual void run(const std::function<Numbers()>& act, const Finish& finish);
+
+  // The same for an act() that may also be called in a section: there it is a part of that one. Returns its numbers.
+  virtual Numbers run_or_act(const std::function<Numbers()>& act) { return act(); }
+
+  // The section's update of the model has been made: act() sets that. Where the section is repeated, it may be true
+  // when act() begins.
+  virtual bool& updated() { return updated_; }
+
+  // After an exception in what is not done again: where it is the loss of a worker with which the training can go on,
+  // goes on after it, with a warning that names `what`. Else false.
+  virtual bool goes_on_after(const std::exception& /*error*/, const std::string& /*what*/) { return false; }
+
+  // --- what the peers agree on
+
+  // A section whose numbers are sums: act() returns this worker's, of which sum(numbers) makes the sums over the peers.
+  // It returns what they have besides, and these sums at the end; finish(sums) gets both. Throws InvalidArgument where
+  // another worker made another call.
+  using Sum = std::function<Numbers(std::span<const double> numbers)>;
+  void agree(bool stops, const std::function<Numbers()>& act, const Sum& sum,
+             const std::function<void(std::span<const double> sums)>& finish);
+
+  // In a section of its own.
+  void agree(bool stops);
+
+  // By the last agreement: how many made it, of whom some may be lost since; whether one of them wanted to stop; and
+  // the signal that ends the training for all, or 0.
+  double workers() const { return agreed_[mark] / kMark; }
+  bool stopping() const { return agreed_[stops_] > 0; }
+  int signal() const;
+
+  // After an agreement: workers that were told to end leave while enough others remain; their calls throw Interrupted.
+  // Newcomers are taken in. Where too few are left, they wait for newcomers; save() is called before ClusterError is
+  // thrown since none have come.
+  virtual void change_workers(const std::function<void()>& /*save*/) {}
+
+  // Does so of a newcomer, where it finds that the others wait.
+  virtual void wait_for_newcomers(const std::function<void()>& /*save*/) {}
+
+ protected:
+  enum Place { stops_, interrupted, terminated, newcomers, waited, mark, kSize };
+  using Says = std::array<double, kSize>;
+
+  // This worker's part of an agreement.
+  virtual Says says(bool stops);
+
+  // After the section of an agreement.
+  virtual void on_agreed() {}
+
+  int received() const { return signals_ != nullptr ? signals_->received() : 0; }
+
+  TrainingWorker& worker_;
+  Says agreed_{};  // the sums
+
+ private:
+  static constexpr double kMark = 0x5eed'1d'ea;  // that no other sum is likely to have in its place
+
+  Numbers checked(const std::function<Numbers()>& sum) const;
+
+  const SignalGuard* const signals_;
+  bool updated_ = false;
+};
+
+}  // namespace lockstep::train

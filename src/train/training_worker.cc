@@ -1,0 +1,51 @@
+#include "train/training_worker.h"
+
+#include <utility>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "elastic/failures.h"
+
+namespace lockstep::train {
+
+std::string TrainingWorker::broadcast_part(const std::string& bytes, int row) {
+  return strategy_.topology().same_part.broadcast(bytes, row);
+}
+
+void TrainingWorker::regroup(const elastic::Change& change) {
+  began_ = std::chrono::steady_clock::now();
+  was_chief_ = strategy_.topology().is_chief();
+  strategy_.regroup(change);
+}
+
+void TrainingWorker::join() {
+  began_ = std::chrono::steady_clock::now();
+  strategy_.join();
+}
+
+// The first loss is the cause of the others.
+void TrainingWorker::on_loss(const std::exception& error) {
+  const auto& membership = *strategy_.membership();
+  membership.require_fewer_than_two_failures(strategy_.completed_sections().count);
+  if (loss_.empty()) loss_ = elastic::describe(error, membership.members());
+}
+
+void TrainingWorker::on_regrouped(int size_before, bool updated) {
+  on_same_section(updated);
+  auto loss = std::exchange(loss_, "");
+  if (loss.empty() && size() < size_before) loss = "others were told to end, and have left";
+  if (rank() != 0) return;
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began_;
+  log_warning(text(what_, " goes on with ", size(), " workers (", size_before, " before) after ", took.count(),
+                   " s, at step ", steps(), loss.empty() ? "" : ": " + loss));
+  if (!was_chief_) on_become_chief();
+}
+
+std::string TrainingWorker::print_all() { return print_state() + (waits ? "1" : "0"); }
+
+void TrainingWorker::take_all(const std::string& printed, const std::string& printed_part) {
+  waits = printed.back() == '1';
+  take_state(std::string_view(printed).substr(0, printed.size() - 1), printed_part);
+}
+
+}  // namespace lockstep::train

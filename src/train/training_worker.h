@@ -1,0 +1,73 @@
+// What a worker of a strategy trains, as a member of the strategy's job.
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <string_view>
+
+#include "elastic/sections.h"
+#include "strategy/strategy_impl.h"
+#include "train/hang_watch.h"
+
+namespace lockstep::train {
+
+class TrainingWorker : public elastic::Member {
+ public:
+  // `what`: "fit", for messages.
+  TrainingWorker(StrategyImpl& strategy, std::string what)
+      : strategy_(strategy), what_(std::move(what)), hang_watch_(strategy, what_) {}
+
+  int rank() const final { return strategy_.topology().all.rank(); }
+  int size() const final { return strategy_.topology().all.size(); }
+  std::int64_t generation() const final { return strategy_.membership()->world().generation; }
+  std::vector<std::string> all_gather(const std::string& mine) final {
+    return strategy_.topology().all.all_gather(mine);
+  }
+  std::string broadcast(const std::string& bytes, int root) final {
+    return strategy_.topology().all.broadcast(bytes, root);
+  }
+  int row_size() const final { return strategy_.topology().row_size; }
+  std::string broadcast_part(const std::string& bytes, int row) final;
+  void regroup(const elastic::Change& change) final;
+  void on_loss(const std::exception& error) final;
+  void on_regrouped(int size_before, bool updated) final;
+  std::string print_all() final;
+  void take_all(const std::string& printed, const std::string& printed_part) final;
+
+  // Takes the place that the other workers have given this one.
+  void join();
+
+  // Those that make the same steps.
+  virtual const Communicator& peers() const { return strategy_.topology().all; }
+
+  // The workers have another Group since the last call: what uses the Group uses the new one from here on. Collective.
+  virtual void use_new_group() = 0;
+
+  // True where workers that were told to leave at once do so one after each step, since each may have the only copy of
+  // another one's state.
+  virtual bool leaves_in_turn() const = 0;
+
+  StrategyImpl& strategy() const { return strategy_; }
+  const std::string& what() const { return what_; }
+
+  bool waits = false;  // all wait for newcomers, who then wait too
+
+ protected:
+  // All that a newcomer needs, as bytes; with print_part.
+  virtual std::string print_state() = 0;
+  virtual void take_state(std::string_view printed, std::string_view printed_part) = 0;
+
+  // All have regrouped, and are at the same section, or this one has become the chief.
+  virtual void on_same_section(bool /*updated*/) {}
+  virtual void on_become_chief() {}
+
+ private:
+  StrategyImpl& strategy_;
+  const std::string what_;
+  std::chrono::steady_clock::time_point began_;
+  bool was_chief_ = false;
+  std::string loss_;
+  const HangWatch hang_watch_;
+};
+
+}  // namespace lockstep::train

@@ -1,0 +1,396 @@
+// For tests: the workers of an elastic job, as threads of one process. Their job is a table in memory and their Groups
+// are of threads, so that a worker can be lost at each collective operation, and at each change of the members.
+#pragma once
+
+#include <algorithm>
+#include <condition_variable>
+#include <csignal>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/text.h"
+#include "collective/wrappers/wrapper.h"
+#include "elastic/membership.h"
+#include "lockstep/base/error.h"
+#include "strategy/strategy_impl.h"
+
+namespace lockstep::simulated {
+
+// Thrown in a worker that is lost, from then on wherever it comes to a place.
+struct Lost : Interrupted {
+  Lost() : Interrupted(SIGKILL) {}
+};
+
+// What becomes of a worker. Places are counted from when it trains: before and after each of its collective operations,
+// and in each change of the members.
+struct Fate {
+  int lost_at = 0;       // the number of the place; 0: never
+  int begins_after = 0;  // a newcomer: how many places the others have come to; 0: there from the beginning
+};
+
+class Job {
+ public:
+  Job(unsigned seed, const std::vector<Fate>& fates) : random_(seed) {
+    for (const auto& fate : fates) {
+      workers_.push_back({.fate = fate});
+      if (fate.begins_after == 0) first_.push_back(static_cast<int>(workers_.size()) - 1);
+    }
+    generations_.push_back(make_generation(first_));
+  }
+
+  // Runs body(strategy) on every worker at once; element i is what worker i threw, or empty. "lost": it was.
+  std::vector<std::string> run(const strategy::WorkerSettings& settings,
+                               const std::function<void(int worker, const Strategy&)>& body) {
+    std::vector<std::string> errors(workers_.size());
+    std::vector<std::jthread> threads;
+    for (std::size_t i = 0; i < workers_.size(); ++i) {
+      threads.emplace_back([&, i] {
+        const int worker = static_cast<int>(i);
+        wait_to_begin(worker);
+        try {
+          auto of_worker = settings;
+          of_worker.membership = membership_of(worker);
+          strategy::StrategySettings all{.devices = {"cpu:0"}, .threads_per_replica = 1, .timeout_seconds = kSeconds};
+          all.workers = std::move(of_worker);
+          body(worker, Strategy(std::make_shared<StrategyImpl>(std::move(all))));
+        } catch (const Lost&) {
+          errors[i] = "lost";
+        } catch (const std::exception& error) {
+          errors[i] = is_lost(worker) ? "lost" : error.what();
+        }
+        end(worker);
+      });
+    }
+    threads.clear();
+    return errors;
+  }
+
+  // The calling worker trains from here on: it may be lost.
+  void begin_to_count(int worker) {
+    const std::lock_guard lock(mutex_);
+    workers_[at(worker)].counts = true;
+  }
+
+  // How many places all workers have come to; and what was wrong with how they used the job, or empty.
+  int places() const { return places_; }
+  const std::string& problem() const { return problem_; }
+
+ private:
+  static constexpr double kSeconds = 60;  // until a test that hangs fails
+
+  struct Worker {
+    Fate fate;
+    bool counts = false;
+    int places = 0;
+    bool lost = false, ended = false;
+    int generation = 0;
+    int rank = 0;
+    std::optional<std::pair<std::int64_t, std::string>> waits_for;  // a newcomer: a training, and its description
+    bool has_place = false;
+  };
+
+  struct Generation {
+    std::vector<int> workers;               // [rank]
+    std::vector<Group> groups;              // [rank]
+    std::map<int, elastic::Change> wanted;  // [worker], of those that have come to the end of this generation
+    bool has_next = false;
+  };
+
+  class OfWorker;
+  class Training;
+
+  // Before and after each operation it comes to a place. What has been completed on some may fail on others.
+  class Operations final : public collective::Wrapper {
+   public:
+    Operations(std::shared_ptr<GroupBackend> inner, Job& job, int generation, int worker)
+        : Wrapper(std::move(inner)), job_(job), generation_(generation), worker_(worker) {}
+
+    std::int64_t generation() const override { return generation_; }
+    const char* run(const Call& call, Deadline deadline) override {
+      return between_places([&] { return Wrapper::run(call, deadline); });
+    }
+    const char* exchange(std::span<const Call> calls, Deadline deadline) override {
+      return between_places([&] { return Wrapper::exchange(calls, deadline); });
+    }
+
+   private:
+    template <class Act>
+    const char* between_places(const Act& act) {
+      job_.come_to_place(worker_);
+      const char* const algorithm = act();
+      job_.come_to_place(worker_);
+      job_.may_fail_after_a_loss(generation_);
+      return algorithm;
+    }
+
+    Job& job_;
+    const int generation_, worker_;
+  };
+
+  static std::size_t at(int i) { return static_cast<std::size_t>(i); }
+  static std::string name_of(int worker) { return text("worker-", worker); }
+
+  std::shared_ptr<elastic::Membership> membership_of(int worker);
+
+  std::unique_ptr<Generation> make_generation(const std::vector<int>& of) {
+    auto made = std::make_unique<Generation>();
+    const auto number = static_cast<int>(generations_.size());
+    made->workers = of;
+    const auto groups = make_thread_groups(static_cast<int>(of.size()));
+    for (std::size_t rank = 0; rank < of.size(); ++rank) {
+      auto& worker = workers_[at(of[rank])];
+      made->groups.push_back(groups[rank].with_backend(
+          std::make_shared<Operations>(groups[rank].shared_backend(), *this, number, of[rank])));
+      worker.generation = number;
+      worker.rank = static_cast<int>(rank);
+    }
+    return made;
+  }
+
+  bool is_lost(int worker) {
+    const std::lock_guard lock(mutex_);
+    return workers_[at(worker)].lost;
+  }
+
+  void wait_to_begin(int worker) {
+    std::unique_lock lock(mutex_);
+    const auto& self = workers_[at(worker)];
+    changed_.wait(lock, [&] { return places_ >= self.fate.begins_after || all_members_have_ended(); });
+  }
+
+  bool all_members_have_ended() const {
+    const auto& members = generations_.back()->workers;
+    return std::all_of(members.begin(), members.end(), [&](int member) { return is_gone(member); });
+  }
+  bool is_gone(int worker) const { return workers_[at(worker)].lost || workers_[at(worker)].ended; }
+
+  void come_to_place(int worker) {
+    const std::lock_guard lock(mutex_);
+    auto& self = workers_[at(worker)];
+    if (self.lost) throw Lost();
+    if (!self.counts) return;
+    ++places_;
+    changed_.notify_all();
+    if (++self.places != self.fate.lost_at) return;
+    self.lost = true;
+    leave(worker, "lost");
+    throw Lost();
+  }
+
+  // With `mutex_` held: nobody waits for it any more.
+  void leave(int worker, const char* how) {
+    const auto& self = workers_[at(worker)];
+    if (!is_newcomer(worker)) {
+      const auto& group = generations_[at(self.generation)]->groups[at(self.rank)];
+      group.shared_backend()->fail(Failure::peer_lost(self.rank, self.rank, how));
+    }
+    make_next(self.generation);
+    changed_.notify_all();
+  }
+
+  void end(int worker) {
+    const std::lock_guard lock(mutex_);
+    auto& self = workers_[at(worker)];
+    self.ended = true;
+    self.waits_for.reset();
+    leave(worker, "its process ended");
+  }
+
+  // An operation that has ended on some may fail on others, where a worker is lost that made it. What a worker has sent
+  // that has ended by itself arrives.
+  void may_fail_after_a_loss(int generation) {
+    const std::lock_guard lock(mutex_);
+    const auto& members = generations_[at(generation)]->workers;
+    const auto lost = std::find_if(members.begin(), members.end(), [&](int i) { return workers_[at(i)].lost; });
+    if (lost == members.end() || random_() % 2 == 0) return;
+    throw PeerLost(static_cast<int>(lost - members.begin()), generation, "before it said that it had received all");
+  }
+
+  bool is_newcomer(int worker) const {
+    return workers_[at(worker)].fate.begins_after > 0 && !workers_[at(worker)].has_place;
+  }
+
+  // With `mutex_` held: makes the generation after `number`, once all of it that are left have come.
+  void make_next(int number) {
+    auto& generation = *generations_[at(number)];
+    if (generation.has_next || number + 1 != static_cast<int>(generations_.size())) return;
+    std::vector<int> next;
+    bool anyone = false;
+    for (const int member : generation.workers) {
+      if (is_gone(member)) continue;
+      const auto wanted = generation.wanted.find(member);
+      if (wanted == generation.wanted.end()) return;
+      anyone = true;
+      if (!wanted->second.leaves) next.push_back(member);
+    }
+    if (!anyone) return;
+    generation.has_next = true;
+    for (const auto& [member, change] : generation.wanted) {
+      if (change.newcomers.empty() || is_gone(member)) continue;
+      for (const auto& newcomer : change.newcomers) {
+        const int worker = std::stoi(newcomer.name.substr(newcomer.name.find('-') + 1));
+        if (!workers_[at(worker)].waits_for || is_gone(worker)) continue;
+        workers_[at(worker)].has_place = true;
+        workers_[at(worker)].waits_for.reset();
+        next.push_back(worker);
+      }
+      break;
+    }
+    generations_.push_back(make_generation(next));
+    changed_.notify_all();
+  }
+
+  void expect(bool holds, const std::string& otherwise) {
+    if (!holds && problem_.empty()) problem_ = otherwise;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::mt19937 random_;
+  std::vector<Worker> workers_;
+  std::vector<int> first_;  // those that are there from the beginning
+  std::vector<std::unique_ptr<Generation>> generations_;
+  std::set<std::int64_t> ended_trainings_;
+  int places_ = 0;
+  std::string problem_;
+};
+
+class Job::Training final : public elastic::OpenTraining {
+ public:
+  Training(Job& job, int worker, std::int64_t number, std::string description)
+      : job_(job), worker_(worker), number_(number), description_(std::move(description)) {}
+
+  bool newcomers_wait() override { return !newcomers().empty(); }
+
+  std::vector<elastic::Process> newcomers() override {
+    const std::lock_guard lock(job_.mutex_);
+    std::vector<elastic::Process> waiting;
+    if (job_.workers_[at(worker_)].rank != 0) return waiting;
+    for (std::size_t i = 0; i < job_.workers_.size(); ++i) {
+      const auto& waits_for = job_.workers_[i].waits_for;
+      if (!waits_for || waits_for->first != number_) continue;
+      job_.expect(waits_for->second == description_, "a newcomer describes its training by other words");
+      waiting.push_back({name_of(static_cast<int>(i)), text("host-", i)});
+    }
+    return waiting;
+  }
+
+  void on_change() override {}
+
+  void end() override {
+    const std::lock_guard lock(job_.mutex_);
+    job_.ended_trainings_.insert(number_);
+    job_.changed_.notify_all();
+  }
+
+ private:
+  Job& job_;
+  const int worker_;
+  const std::int64_t number_;
+  const std::string description_;
+};
+
+class Job::OfWorker final : public elastic::Membership {
+ public:
+  OfWorker(Job& job, int worker) : job_(job), worker_(worker) { take_members(); }
+
+  const elastic::Members& members() const override { return members_; }
+  bool is_newcomer() const override { return job_.is_newcomer(worker_); }
+
+  Group group(const GroupOptions&) const override {
+    job_.come_to_place(worker_);
+    const std::lock_guard lock(job_.mutex_);
+    if (job_.is_newcomer(worker_)) return make_thread_groups(1)[0];
+    const auto& self = job_.workers_[at(worker_)];
+    return job_.generations_[at(self.generation)]->groups[at(self.rank)];
+  }
+  Group replica_group(int, int, const GroupOptions&) const override { throw Error("these workers have one replica"); }
+  void fail_waiters(const std::string&) const override {}
+
+  bool wait_for_place(std::int64_t training, const std::string& description, Deadline,
+                      const std::function<void()>& poll) override {
+    job_.begin_to_count(worker_);
+    job_.come_to_place(worker_);
+    poll();
+    std::unique_lock lock(job_.mutex_);
+    auto& self = job_.workers_[at(worker_)];
+    self.waits_for = {training, description};
+    job_.changed_.wait(lock, [&] {
+      return self.has_place || job_.ended_trainings_.contains(training) || job_.all_members_have_ended();
+    });
+    self.waits_for.reset();
+    if (!self.has_place && !job_.ended_trainings_.contains(training))
+      throw ClusterError("all that were in the training have ended");
+    return self.has_place;
+  }
+
+  void take_place() override {
+    take_members();
+    job_.come_to_place(worker_);
+  }
+
+  void regroup(elastic::Change change, double) override {
+    job_.come_to_place(worker_);
+    {
+      std::unique_lock lock(job_.mutex_);
+      const int number = job_.workers_[at(worker_)].generation;
+      auto& now = *job_.generations_[at(number)];
+      for (const int rank : change.lost) {
+        job_.expect(job_.is_gone(now.workers[at(rank)]),
+                    text("rank ", rank, " of generation ", number, " is taken for lost, and lives"));
+      }
+      now.wanted[worker_] = change;
+      job_.make_next(number);
+      if (!job_.changed_.wait_for(lock, std::chrono::duration<double>(kSeconds), [&] { return now.has_next; })) {
+        job_.expect(false, text(name_of(worker_), " waits for the next generation after ", number));
+        throw ClusterError("the others do not come to the next generation");
+      }
+    }
+    if (!change.leaves) take_members();
+    job_.come_to_place(worker_);
+  }
+
+  std::unique_ptr<elastic::OpenTraining> open(std::int64_t number, const std::string& description) override {
+    return std::make_unique<Training>(job_, worker_, number, description);
+  }
+
+  std::function<std::optional<int>()> watch_for_losses() const override {
+    return [] { return std::optional<int>(); };
+  }
+  void tell_failure(std::int64_t, const std::exception&) const override {}
+  void require_fewer_than_two_failures(std::int64_t) const override {}
+
+ private:
+  void take_members() {
+    const std::lock_guard lock(job_.mutex_);
+    members_ = {};
+    const auto add = [&](int worker) { members_.processes.push_back({name_of(worker), text("host-", worker)}); };
+    if (job_.is_newcomer(worker_)) return add(worker_);
+    const auto& self = job_.workers_[at(worker_)];
+    const auto& generation = *job_.generations_[at(self.generation)];
+    for (const int worker : generation.workers) add(worker);
+    members_.world = {.rank = self.rank,
+                      .size = static_cast<int>(generation.workers.size()),
+                      .host = text("host-", worker_),
+                      .generation = self.generation};
+  }
+
+  Job& job_;
+  const int worker_;
+  elastic::Members members_;
+};
+
+inline std::shared_ptr<elastic::Membership> Job::membership_of(int worker) {
+  return std::make_shared<OfWorker>(*this, worker);
+}
+
+}  // namespace lockstep::simulated
