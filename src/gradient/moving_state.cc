@@ -17,19 +17,20 @@ namespace {
 constexpr std::size_t kNamed = 3;  // parameters in a message
 constexpr const char* kSomePart = "a part of the optimizer's state";
 
-// The newest that all have which have any.
+// The newest version with which all can go on: no process has an older one alone. A process that has newer ones alone
+// came with them, and has nothing of this one.
 std::optional<std::int64_t> newest_of_all(const std::vector<std::map<std::int64_t, int>>& all) {
-  std::optional<std::set<std::int64_t>> common;
-  for (const auto& versions : all) {
-    if (versions.empty()) continue;
-    std::set<std::int64_t> both;
-    for (const auto& [version, rank] : versions) {
-      if (!common || common->contains(version)) both.insert(version);
-    }
-    common = both;
+  std::set<std::int64_t> versions;
+  for (const auto& of_process : all) {
+    for (const auto& [version, rank] : of_process) versions.insert(version);
   }
-  if (!common || common->empty()) return std::nullopt;
-  return *common->rbegin();
+  for (auto version = versions.rbegin(); version != versions.rend(); ++version) {
+    const auto can_go_on = [&](const auto& of_process) {
+      return of_process.empty() || of_process.contains(*version) || of_process.begin()->first > *version;
+    };
+    if (std::all_of(all.begin(), all.end(), can_go_on)) return *version;
+  }
+  return std::nullopt;
 }
 
 // Throws ClusterError where nobody has any.
@@ -157,13 +158,14 @@ void MovingState::go_back_to(std::int64_t version, Updater& updater) {
     updater.exchange_states(std::move(before_->second));
     place_ = std::move(before_->first);
   }
+  if (place_ && place_->version != version) place_.reset();
   before_.reset();
 }
 
 // [rank]: what is there of the version.
 std::vector<std::vector<Shard>> MovingState::held_now(std::int64_t version, const std::vector<Versions>& all) const {
   auto held = place_ ? place_->held : std::vector<std::vector<Shard>>();
-  const auto has_none = [](const Versions& versions) { return versions.empty(); };
+  const auto has_none = [&](const Versions& versions) { return !versions.contains(version); };
   if (std::any_of(all.begin(), all.end(), has_none)) {
     const auto root = std::find_if_not(all.begin(), all.end(), has_none) - all.begin();
     held = parse(ranks_.broadcast(print(held), static_cast<int>(root)));

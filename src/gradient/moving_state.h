@@ -18,7 +18,8 @@
 namespace lockstep::gradient {
 
 // Each membership divides the state in its own way: a version of it. A process gives a version up when all have the
-// next one. Where one is lost before that, some may have both, and all go on from the newest that each of them has.
+// next one. Where one is lost before that, some may have both, and all go on from the newest that each of them has. One
+// that came with the next version and has no other begins anew.
 //
 // One thread, between steps.
 class MovingState {

@@ -104,6 +104,8 @@ class BackupAndRestore : public Callback {
   void write_backup(bool in_background);
   void load_last_whole(const std::function<void()>& load);
   void take_one_before(const std::string& problem);
+  void take_folder();
+  bool is_there() const;
 
   std::string folder_;
   std::string file_, previous_;

@@ -126,11 +126,12 @@ void ModelCheckpoint::on_train_begin() {
   });
   require_no_servers("ModelCheckpoint", options_.background, model());
   background_->start(impl);
-  impl.topology.all.run_on_rank_0([&] {
+  const auto require_folder = [&] {
     const auto folder = train::fixed_folder_of(filepath_);
     checkpoint::require_writable_folder(folder);
     checkpoint::require_index_or_nothing(std::filesystem::path(folder) / "checkpoint");
-  });
+  };
+  impl.on_all_in_section("ModelCheckpoint", [&] { impl.topology.all.run_on_rank_0(require_folder); });
 }
 
 void ModelCheckpoint::on_train_batch_end(std::int64_t batch, const Logs& logs) {
@@ -246,23 +247,11 @@ void BackupAndRestore::on_train_begin() {
   auto& impl = unwrap(model());
   require_no_servers("BackupAndRestore", options_.background, model());
   background_->start(impl);
-  bool there = false;
-  impl.topology.all.run_on_rank_0([&] {
-    const bool done_here = checkpoint::keep_at_success(file_);
-    checkpoint::keep_at_success(previous_);
-    lock_ = std::make_shared<FolderLock>(folder_, "backup.lock", Deadline::after(kForOneThatEnds));
-    checkpoint::remove_left_overs(checkpoint::absolute_path(file_));
-    for (const auto& place : {previous_, previous_ + kPart, file_ + kPart}) {
-      if (checkpoint::is_damaged_archive(place)) put_aside(folder_, place);
-      checkpoint::require_own_archive_or_nothing(place);
-    }
-    if (done_here) {  // left by an earlier fit of this program
-      checkpoint::remove_checkpoint(file_);
-      checkpoint::remove_checkpoint(previous_);
-    }
-    there = checkpoint::file_exists(file_);
-  });
-  if (impl.topology.all.broadcast(there ? "there" : "") != "there") {
+  const auto look = [&] {
+    impl.topology.all.run_on_rank_0([&] { take_folder(); });
+    return ModelImpl::Numbers{is_there() ? 1.0 : 0.0};
+  };
+  if (impl.in_section("BackupAndRestore", look).front() == 0) {
     if (impl.servers() != nullptr) model().save_checkpoint(file_);  // for servers that are started again
     return;
   }
@@ -278,12 +267,34 @@ void BackupAndRestore::on_train_begin() {
                    "): fit only restores it. To train anew, remove that file"));
 }
 
+// The chief does so, again where other workers are lost meanwhile.
+void BackupAndRestore::take_folder() {
+  const bool done_here = checkpoint::keep_at_success(file_);
+  checkpoint::keep_at_success(previous_);
+  lock_.reset();
+  lock_ = std::make_shared<FolderLock>(folder_, "backup.lock", Deadline::after(kForOneThatEnds));
+  checkpoint::remove_left_overs(checkpoint::absolute_path(file_));
+  for (const auto& place : {previous_, previous_ + kPart, file_ + kPart}) {
+    if (checkpoint::is_damaged_archive(place)) put_aside(folder_, place);
+    checkpoint::require_own_archive_or_nothing(place);
+  }
+  if (!done_here) return;
+  checkpoint::remove_checkpoint(file_);  // left by an earlier fit of this program
+  checkpoint::remove_checkpoint(previous_);
+}
+
+// As the chief sees the folder.
+bool BackupAndRestore::is_there() const {
+  const auto& workers = unwrap(model()).topology.all;
+  bool there = false;
+  workers.run_on_rank_0([&] { there = checkpoint::file_exists(file_); });
+  return !workers.broadcast(there ? "there" : "").empty();
+}
+
 std::function<void()> BackupAndRestore::on_state_lost() {
   auto& impl = unwrap(model());
-  bool there = false;
   background_->give_up(std::chrono::seconds(0));
-  impl.topology.all.run_on_rank_0([&] { there = checkpoint::file_exists(file_); });
-  if (impl.topology.all.broadcast(there ? "there" : "") != "there") return nullptr;
+  if (!is_there()) return nullptr;
   std::function<void()> change;
   load_last_whole([&] { change = impl.change_to(ModelImpl::parse_read(file_, impl.read_on_all(file_))); });
   return change;
@@ -303,7 +314,8 @@ void BackupAndRestore::load_last_whole(const std::function<void()>& load) {
 
 // It is the last one then.
 void BackupAndRestore::take_one_before(const std::string& problem) {
-  unwrap(model()).topology.all.run_on_rank_0([&] {
+  auto& impl = unwrap(model());
+  const auto take = [&] {
     if (!checkpoint::file_exists(previous_)) throw DataError(problem);
     const auto damaged = place_for_damaged(folder_);
     log_warning(text("BackupAndRestore: ", problem, "; fit takes the backup before it. The damaged one is ", damaged));
@@ -312,7 +324,8 @@ void BackupAndRestore::take_one_before(const std::string& problem) {
     checkpoint::link_or_copy(file_, damaged);
     checkpoint::link_or_copy(previous_, part);
     checkpoint::rename_file(part, file_);
-  });
+  };
+  impl.on_all_in_section("BackupAndRestore", [&] { impl.topology.all.run_on_rank_0(take); });
 }
 
 void BackupAndRestore::back_up(bool in_background) {
