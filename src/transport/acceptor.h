@@ -43,7 +43,7 @@ class Acceptor {
   bool busy() const { return no_descriptors_ || !proving_.empty(); }
   std::vector<Accepted> advance(std::span<const pollfd> polled);
 
-  // For one with nothing else: waits for the next. Throws DeadlineExceeded.
+  // For a caller that waits for nothing else: returns the next connection. Throws DeadlineExceeded.
   Accepted next(Deadline deadline);
 
  private:

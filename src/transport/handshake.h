@@ -58,10 +58,10 @@ struct SessionKeys {
   Proof connects{}, accepts{};
 };
 
-// The same with new random numbers.
+// Returns `greeting` with new random numbers.
 Greeting fresh(Greeting greeting);
 
-// What is wrong with the other end's greeting: not ours, or of another version, protocol, group or generation. Empty
+// Says why the other end's greeting is wrong: not ours, or of another version, protocol, group or generation. Empty
 // where nothing is.
 std::string problem_with(const Greeting& theirs, const Greeting& mine);
 
@@ -142,7 +142,7 @@ Connection connect_proved(const std::string& address, const Access& access, cons
 std::optional<std::size_t> first_that_proves(std::span<const std::string> addresses, const Access& access,
                                              const Greeting& who, Deadline deadline, std::string& problem);
 
-// What is wrong with who has connected, besides what problem_with finds; empty where nothing is.
+// Says why the process that has connected is refused, besides what problem_with finds; empty where it is not.
 using Refuse = std::function<std::string(const Greeting&)>;
 
 // The accepting end, which advances as bytes arrive. Used by one thread.

@@ -136,7 +136,7 @@ class UcxChannels final : public Channels {
     while (!ended() && !until.passed()) worker_->progress();
   }
 
-  // Whether the request is done. A failure that the other rank did not cause aborts the group in this rank's name.
+  // True where the request is done. A failure that the other rank did not cause aborts the group in this rank's name.
   bool done(const Request& request, int other) {
     if (!request.ended()) return false;
     if (request.status() == UCS_OK) return true;
@@ -198,7 +198,7 @@ class UcxChannels final : public Channels {
     }
   }
 
-  // Whether UCX, which is armed, has something to do within this time.
+  // True where UCX, which is armed, has something to do within this time.
   bool comes(std::chrono::milliseconds time) const {
     pollfd channel{worker_->descriptor(), POLLIN, 0};
     return poll(&channel, 1, static_cast<int>(time.count())) > 0;
