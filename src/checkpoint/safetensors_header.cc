@@ -133,8 +133,8 @@ class Parser {
     return numbers;
   }
 
-  // Sorts tensors as they lie. Each must begin where the one before it ends, and the last end with the file: a rule of
-  // the format, without which a small file could name more bytes than there is memory.
+  // Sorts tensors by their positions. Each must begin where the one before it ends, and the last end with the file.
+  // Without this rule of the format a small file could name more bytes than there is memory.
   void check_offsets(std::size_t header_size, std::size_t data_bytes) {
     auto& tensors = header_.tensors;
     std::sort(tensors.begin(), tensors.end(),

@@ -236,7 +236,7 @@ class HierarchicalGroup final : public GroupBackend {
   bool even_ = true;  // all hosts have as many ranks
   std::shared_ptr<GroupBackend> local_;
   std::shared_ptr<MessageGroup> global_;
-  std::uint32_t sequence_ = 0;  // collective calls; the same on all ranks
+  std::uint32_t sequence_ = 0;  // of collective calls; equal on all ranks
   Purpose purpose_;             // of the call that runs
 };
 

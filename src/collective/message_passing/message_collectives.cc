@@ -77,7 +77,7 @@ void all_reduce(Team& team, const Call& call, Implementation implementation) {
   }
   const std::size_t step = kSegmentSlice / reduction.element() * static_cast<std::size_t>(team.size());
   std::size_t begin = 0;
-  do {  // runs once for an empty buffer too: its messages show whether the others make the same call
+  do {  // runs for an empty buffer too: the messages show whether the others make the same call
     all_reduce_in_slices(team, reduction, data + begin * reduction.element(), std::min(step, count - begin),
                          implementation == Implementation::pairwise);
     begin += step;
