@@ -46,8 +46,8 @@ class ReadableFile {
   std::size_t size_ = 0;
 };
 
-// Writes the parts one after the other to a file beside `path`, flushes the file, renames it over `path`, and flushes
-// the folder, so that the name outlives a power cut. Makes missing folders. Throws IoError naming the file and the
+// Writes the parts one after the other to a file beside `path`, flushes the file, and renames it over `path`. Flushes
+// the folder too, so that the name outlives a power cut. Makes missing folders. Throws IoError naming the file and the
 // reason; the file that was there before is then untouched and nothing is left beside it.
 void write_file_atomically(const std::string& path, std::span<const std::span<const std::byte>> parts);
 

@@ -1,4 +1,5 @@
-// Whether this machine has a TPU. Two files implement it: find_tpu.cc, and without_tpu.cc in a build without PJRT.
+// Finds out whether this machine has a TPU. Two files implement it: find_tpu.cc, and without_tpu.cc in a build without
+// PJRT.
 #pragma once
 
 #include <string>

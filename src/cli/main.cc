@@ -55,7 +55,7 @@ struct BenchArguments {
   CLI::Option* rank = nullptr;
 };
 
-// Where processes run.
+// The arguments that say where processes run.
 struct PlaceArguments {
   explicit PlaceArguments(CLI::App& app) {
     app.add_option("-n", options.processes, "processes (1; with hosts: one a slot)");
