@@ -1,5 +1,4 @@
-// Finds out whether this machine has a TPU. Two files implement it: find_tpu.cc, and without_tpu.cc in a build without
-// PJRT.
+// Tells whether this machine has a TPU. Two files do: find_tpu.cc, and without_tpu.cc in a build without PJRT.
 #pragma once
 
 #include <string>

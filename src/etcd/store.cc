@@ -1,8 +1,7 @@
 // A key K of a Store is, in the cluster, "/lockstep/JOB/value/K". A job also has "last/K": the value that set_at_end
-// leaves, and "life/K", with the lease of the process. Whoever looks for K, and finds the first without the second, sets
-// K. "failed/" with a packed prefix and suffix says why nobody waits for such keys. "process/SPACE/NUMBER/LEASE" are the
-// leases of a process. "added/" has the outcome of a call of add, which may be made twice. "token" is a digest of the
-// job's.
+// leaves, and "life/K", with the lease of the process. Whoever looks for K, and finds the first without the second,
+// sets K. "failed/" with a packed prefix and suffix says why nobody waits for such keys. "process/SPACE/NUMBER/LEASE"
+// are the leases of a process. "added/": the outcome of a call of add, which may be made twice. "token": a digest.
 #include "etcd/store.h"
 
 #include <sodium.h>

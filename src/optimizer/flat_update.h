@@ -1,6 +1,5 @@
-// The inner part of the one-pass reduce and update: sums the sources' gradients of a piece of a variable, moves the
-// piece, and writes it to every copy. It takes a few kilobytes at a time, so that each byte crosses the memory bus
-// once.
+// The inner part of the one-pass reduce and update: sums the gradients of a piece of a variable, moves the piece, and
+// writes it to every copy. It takes a few kilobytes at a time, so that each byte crosses the memory bus once.
 #pragma once
 
 #include <cstddef>

@@ -93,8 +93,7 @@ class Optimizer {
   // Throws InvalidArgument for more than one kind of clipping, or a setting that is not positive.
   Optimizer(std::shared_ptr<const UpdateRule> rule, OptimizerOptions options);
 
-  // Makes an optimizer by name, with defaults: "sgd", "adam", "adamw", "rmsprop", "adagrad". Throws InvalidArgument for
-  // any other.
+  // Made by name, with defaults: "sgd", "adam", "adamw", "rmsprop", "adagrad". Throws InvalidArgument for any other.
   Optimizer(const char* name);  // NOLINT: Keras takes names too
 
   const UpdateRule& rule() const noexcept { return *rule_; }
