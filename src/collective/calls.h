@@ -16,8 +16,8 @@ inline bool is_message(const Call& call) { return call.kind == Call::Kind::send 
 
 bool is_reduction(Call::Kind kind);
 
-// Throws InvalidArgument where the call is wrong on this rank alone: a root or peer out of range, buffers that are too
-// small or of another dtype, or counts that do not fit.
+// Throws InvalidArgument where the call is wrong on this rank alone. Its root or peer is out of range, its buffers are
+// too small or of another dtype, or its counts do not fit.
 void check_call(const Call& call, int rank, int size);
 
 // All ranks' calls must have these in common.

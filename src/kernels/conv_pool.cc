@@ -22,7 +22,7 @@ constexpr int kPositions = 4;  // of a 2 x 2 window, row by row
 inline std::int64_t block() { return 2 * lanes(); }
 std::int64_t padded_filters(std::int64_t filters) { return (filters + block() - 1) / block() * block(); }
 
-// The outcome of a window for each filter in a vector, as four masks: the second position beat the first; the fourth
+// The outcome of a window for each filter in a vector, as four masks. The second position beat the first; the fourth
 // the third; the lower row's best the upper row's; and the window's best was above zero.
 enum Decision { kSecond, kFourth, kLower, kAlive, kDecisions };
 inline std::int64_t mask_bytes() { return (lanes() + 7) / 8; }
