@@ -82,8 +82,8 @@ struct Transformer : torch::nn::Module {
 };
 
 // ResNet-18 for small images, [batch, 3, size, size] to [batch, 10]: He et al., "Deep residual learning for image
-// recognition" (2016). It is torchvision's but for the first layer, which neither strides nor pools. `width`: channels
-// of the first stage, 64 in torchvision.
+// recognition" (2016). The network is torchvision's but for the first layer, which neither strides nor pools. `width`:
+// channels of the first stage, 64 in torchvision.
 struct ResNet18 : torch::nn::Module {
   struct Block : torch::nn::Module {
     Block(std::int64_t in, std::int64_t out, std::int64_t stride)

@@ -178,7 +178,7 @@ namespace {
 
 std::string entry_of_files(const std::string& object) { return object + checkpoint::kListedFiles; }
 
-// Where the files of an object lie.
+// Returns where the files of an object lie.
 std::string place_of_files(const std::string& path, const Archive& archive, const std::string& object) {
   const auto listed = archive.entries.find(entry_of_files(object));
   if (listed == archive.entries.end()) {

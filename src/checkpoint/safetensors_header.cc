@@ -50,7 +50,7 @@ std::string hex(std::uint32_t value) {
   return digits.data();
 }
 
-// Where the checksum's digits begin in a header's text.
+// Returns where the checksum's digits begin in a header's text.
 std::size_t checksum_position(const std::string& header) {
   const auto key = header.find(text('"', kChecksumKey, "\":\""));
   return key == std::string::npos ? key : key + std::strlen(kChecksumKey) + 4;

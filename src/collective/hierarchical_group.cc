@@ -13,7 +13,7 @@ namespace {
 
 using Kind = Call::Kind;
 
-// From this many bytes every rank of a host carries its slice across; below, one rank carries all.
+// With so many bytes every rank of a host carries its slice across; with fewer, one rank carries all.
 constexpr std::size_t kSlicedBytes = 32 * 1024;
 
 // The bootstrap of one host's members, over that of all members.

@@ -26,7 +26,7 @@ bool another_may_answer(const grpc::Status& status) {
          code == grpc::StatusCode::RESOURCE_EXHAUSTED;
 }
 
-// So that there is time for an attempt with each of the `members`.
+// Leaves time for an attempt with each of the `members`.
 std::chrono::system_clock::time_point end_of_attempt(Deadline deadline, std::size_t members) {
   const std::chrono::duration<double> left = deadline.time() - Deadline::Clock::now();
   const double seconds = std::clamp(left.count() / static_cast<double>(members), 0.001, kForAnswerSeconds);

@@ -65,7 +65,7 @@ struct Sums {
   Vector of[kPositions][2];
 };
 
-// The bias is added last, as LibTorch's convolution does, so that most results are the same to the bit.
+// The bias is added last, as in LibTorch's convolution, so that most results are equal to the bit.
 template <bool kFinite>
 HWY_INLINE void decide(const Sums& sums, int half, const float* bias, float* output, std::uint8_t* winner) {
   const auto offset = hn::LoadU(kFloats, bias);

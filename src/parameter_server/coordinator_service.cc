@@ -107,7 +107,7 @@ void Coordinator::take(int worker, const Report& report) {
       if (failure_.empty()) failure_ = text("worker ", worker, ": ", report.error);
       break;
     case Report::Kind::no_batch:
-      // Where another worker has reported an earlier step as this, the later step was taken back.
+      // Where another worker has reported that an earlier step has no batch, this step was taken back.
       if (training_->schedule.has(worker, report.task)) training_->schedule.end_before(report.task.step);
       break;
     case Report::Kind::finished: collect(worker, report); break;

@@ -23,7 +23,7 @@ struct Push {
   Task task;
   double weight = 0;  // what the sum of gradients is to be divided by; 0: there were no examples
 
-  // By the server's shards: count() elements of the shard's dtype, or null where a parameter took no part.
+  // [shard of the server]: count() elements of the shard's dtype, or null where a parameter took no part.
   std::vector<const std::byte*> gradients = {};
 
   // [table]: gradients of the server's rows, for the rows of which the part has some, none of them twice.

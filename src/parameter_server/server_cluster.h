@@ -92,7 +92,7 @@ class ServerCluster {
 
   Coordinator& coordinator() { return *coordinator_; }  // the chief's
 
-  // Returns ask(the chief, deadline of the call). Asks a chief that does not answer again, for
+  // Returns ask(the chief, deadline of the call). Where the chief does not answer, asks again for
   // reconnect_timeout_seconds, and no more once `gives_up`; then throws DeadlineExceeded. `is_short`: nothing large is
   // sent either way, so that a call can give up soon.
   template <class Ask>

@@ -131,7 +131,7 @@ struct Process {
   int worker = -1;
 };
 
-// The chief's own end. It is told when a process has connected, and when the process has gone or does not answer.
+// The chief's own end. It learns when a process has connected, and when the process has gone or does not answer.
 class ChiefService : public ChiefConnection {
  public:
   virtual void join(const Process& process) = 0;

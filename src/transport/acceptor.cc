@@ -14,8 +14,8 @@
 namespace lockstep::transport {
 namespace {
 
-// A process of the job completes the handshake in milliseconds where it gets a core. It has kToProve for it, and only
-// kToBelong where other connections wait for its slot.
+// A process of the job that gets a core completes the handshake in milliseconds. A handshake may take kToProve, and
+// only kToBelong where other connections wait for its slot.
 constexpr std::chrono::seconds kToProve(30), kToBelong(2);
 constexpr std::chrono::milliseconds kToOpen(100);
 

@@ -18,7 +18,7 @@ namespace lockstep::transport {
 // One thread at a time waits and checks; any thread may call fail.
 //
 // When a deadline passes, ranks tell each other whom they wait for, and blame the awaited ranks that do not answer. So
-// a rank does not blame a neighbour that itself waits.
+// a rank does not blame a neighbour that itself waits for another one.
 class FailureChannel {
  public:
   // `links[r]`: a connected socket to rank r; closed where r is `rank`. A host that does not answer for

@@ -41,7 +41,7 @@ bool make_token_file(const std::string& path) {
   return made;
 }
 
-// True where a file that is made in the folder is its maker's alone. It is not where a file system has fixed modes, or
+// True where a file that is made in the folder is its maker's alone. False where a file system has fixed modes, or
 // gives all files to one owner.
 bool keeps_modes(const std::string& folder) {
   const auto path = text(folder, "/.lockstep-probe.", random_name());

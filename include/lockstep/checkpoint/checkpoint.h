@@ -1,8 +1,8 @@
 // Checkpoints on disk, and how a custom loop saves and restores its objects. Torch-free.
 //
 // A checkpoint is one safetensors file: tensors under their names, and text entries in its metadata, with a checksum
-// over the whole file. It is written beside its place, flushed, and renamed, so that a kill at any moment leaves the
-// previous one whole. The next writer removes the half-written file of a killed one. TensorFlow's text file
+// over the whole file. The file is written beside its place, flushed, and renamed, so that a kill at any moment leaves
+// the previous one whole. The next writer removes the half-written file of a killed one. TensorFlow's text file
 // `checkpoint` in the folder names the latest checkpoint and those that are kept. Lockstep removes only files that it
 // wrote, and follows no symbolic link to remove one. Any thread may call the functions; other processes may write and
 // read the same folder.
@@ -96,7 +96,7 @@ struct Trackable {
   Files files = {};
 };
 
-// A number of the loop's own. It must outlive the Checkpoint.
+// A number of the loop's own, which must outlive the Checkpoint.
 Trackable track(std::int64_t& counter);
 Trackable track(double& value);
 

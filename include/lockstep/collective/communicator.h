@@ -76,8 +76,8 @@ class Communicator {
   // Returns every rank's bytes on rank `root`, and nothing elsewhere.
   std::vector<std::string> gather(const std::string& mine, int root) const;
 
-  // Throws InvalidArgument on all ranks where their texts differ. It has the first line that differs: "the workers'
-  // `what` differ: worker 0 has ..., worker 2 has ...".
+  // Throws InvalidArgument on all ranks where their texts differ. Its text has the first line that differs: "the
+  // workers' `what` differ: worker 0 has ..., worker 2 has ...".
   void check_all_agree(const std::string& what, const std::string& mine) const;
 
   // Calls `act` on rank 0 while the others wait. The others throw an exception of `act` as an Error with its text, or

@@ -166,8 +166,8 @@ class Group {
   std::shared_ptr<GroupBackend> shared_backend() const;
   Group with_backend(std::shared_ptr<GroupBackend> backend) const;
 
-  // Returns the number of earlier calls on this rank. It numbers objects, such as pipelines, that all ranks make over a
-  // Group in one order. Not collective. Any thread.
+  // Returns the number of earlier calls on this rank. This numbers objects, such as pipelines, that all ranks make over
+  // a Group in one order. Not collective. Any thread.
   std::int64_t next_number() const;
 
   // Wakes every rank that waits in an operation, now or later, with Aborted(reason). The first reason is kept.

@@ -64,8 +64,8 @@ struct LossScaleOptions {
 };
 
 // Processes that sum their gradients in every step, where the strategy itself has no workers; set by
-// horovod::DistributedOptimizer. They begin with equal parameters. Metrics, logs, running statistics and checkpoints
-// are each process's own. All processes give the same options.
+// horovod::DistributedOptimizer. Parameters are equal at the beginning. Metrics, logs, running statistics and
+// checkpoints are each process's own. All processes give the same options.
 struct GradientRanks {
   Communicator ranks;
   bool sum = false;                          // update by the processes' sum, instead of their mean

@@ -11,7 +11,7 @@ using Kind = Call::Kind;
 
 // Up to this many bytes, times the other ranks, the direct algorithm is the fastest.
 constexpr std::size_t kDirectBytes = 64 * 1024;
-// From this many bytes on, sending a slice takes longer than the latency of a step.
+// Sending a slice of so many bytes takes longer than the latency of a step.
 constexpr std::size_t kRingSliceBytes = 64 * 1024;
 
 // The largest slice: when it is gathered it is still in a cache from its reduction.

@@ -20,8 +20,8 @@ void find(void* handle, const char* name, Function& function) {
 }
 
 // Settings that UCX reads from the environment alone, as it is loaded. Without them UCX would handle SIGSEGV and
-// similar signals, and print lost connections to stdout. It would also patch mmap, which only RDMA devices need. Values
-// that the user has set stay.
+// similar signals, and print lost connections to stdout. It would patch mmap too, which only memory registered with
+// RDMA devices needs. Values that the user has set stay.
 class Environment {
  public:
   Environment() {

@@ -22,7 +22,7 @@ constexpr std::size_t kAtOnce = 4;
 // A rank that leaves waits so long for the others to leave as well.
 constexpr std::chrono::seconds kForTheLast(1);
 
-// How long to wait for data of a rank that has left: RDMA does not report that a peer has gone.
+// The wait for data of a rank that has left: RDMA does not report that a peer has gone.
 constexpr std::chrono::milliseconds kForTheGone(100);
 
 struct Slot {
