@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Steps of a transformer that is split over two processes of one thread: ours against PyTorch over gloo, and against one
-process. In turns, so that all see the same machine. `make bench-parallel` builds and installs what it needs.
+"""Compares steps of a transformer that is split over two processes of one thread with PyTorch's over gloo, and with one process. Programs run in turns, so that
+all see the same machine. `make bench-parallel` builds and installs what they need.
 
     python3 benchmarks/bench_parallel.py [--rounds 5] [--only "tensor"]
 """
@@ -20,7 +20,7 @@ def ours(*options):
 
 
 def one(*options):
-    """One process whose linear layers use the same kernels."""
+    """Returns one process whose linear layers use the same kernels."""
     return Program(((STEP, "--mode", "tensor", *options),))
 
 

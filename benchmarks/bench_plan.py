@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Plans for two ranks against what they are plans of: the step that plan_parallel predicts for each split, and the step
-that it takes. In turns, so that all splits see the same machine. `make bench-plan` builds what it needs.
+"""Compares plans for two ranks with measurements: the step that plan_parallel predicts for each split, and the step that the split takes. Splits run in turns,
+so that all see the same machine. `make bench-plan` builds the programs.
 
     python3 benchmarks/bench_plan.py [--rounds 7] [--only "width 768"]
 """

@@ -1,5 +1,5 @@
-"""Training with parameter servers, ours and TensorFlow's, in turns in one run, and what calls to a server carry: a table of ratios and a
-closing line of JSON.
+"""Compares training with our parameter servers and TensorFlow's, in turns in one run, and measures calls to a server. Prints a table of ratios and a closing
+line of JSON.
 
     make bench-ps        or: benchmarks/bench_ps.py [--rounds 3] [--only TEXT]
 """

@@ -1,9 +1,9 @@
 """Training steps, ours and the peers', in turns in one run: a table of ratios, a closing line of JSON, and a plot.
 
     make bench-peers bench-step        or: benchmarks/bench_step.py [--rounds 3] [--only TEXT] [--plot docs/step.svg]
-    benchmarks/bench_step.py --gpu     the same on one GPU, with the build of the preset cuda
+    benchmarks/bench_step.py --gpu     on one GPU, with the build of the preset cuda
 
-Every round runs each program once, one after the other, so that all see the same machine; a ratio is the median of the
+Every round runs each program once, one after the other, so that all see the same machine. A ratio is the median of the
 rounds' ratios. A program is measured once a round for all the rows that need it.
 """
 import argparse
@@ -46,7 +46,7 @@ def ddp(*arguments):
     return Program((str(PYTORCH / "torchrun"), "--nproc-per-node", "2", str(ROOT / "benchmarks/peers/pytorch_step.py"), "--ddp", *arguments))
 
 
-# What of a program's closing line a row compares; each is better when larger.
+# A row compares one of these figures of a program's closing line; each is better when larger.
 def samples(result):
     return result["samples_per_s"]
 

@@ -1,4 +1,4 @@
-"""Compiled steps on the PJRT plugin for CPUs, against JAX's of the same network and against other numbers of devices, in turns in one run.
+"""Compares compiled steps on the PJRT plugin for CPUs with JAX's of the same network, and with other numbers of devices, in turns in one run.
 
     make bench-tpu        or: benchmarks/bench_tpu.py [--rounds 3] [--only TEXT]
 """

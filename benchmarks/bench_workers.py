@@ -22,7 +22,7 @@ SOON_S = 2
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """How long a command takes to the first step of a training."""
+    """Measures how long a command takes to the first step of a training."""
     command: tuple
 
     def seconds(self):

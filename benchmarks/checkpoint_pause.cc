@@ -1,5 +1,5 @@
-// How long a step waits for a full checkpoint of 300 MB (25 million parameters and Adam's state): written before the
-// next step, or in the background; by one worker, or by several, each of which then copies and writes a part.
+// Measures how long a step waits for a full checkpoint of 300 MB (25 million parameters and Adam's state). One worker
+// writes it, before the next step or in the background; or several each copy and write a part.
 //
 //   build/release/benchmarks/checkpoint_pause [FOLDER]
 //   build/release/lockstep run -n 2 build/release/benchmarks/checkpoint_pause [FOLDER]

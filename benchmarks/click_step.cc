@@ -1,5 +1,5 @@
-// How long a step of a click model takes with parameter servers: an embedding table of ROWS x 32, 26 ids an example,
-// and dense layers of 64, 32 and 1. Every process of the job runs it; the chief prints a line of JSON.
+// Measures a step of a click model with parameter servers. The model has an embedding table of ROWS x 32, 26 ids an
+// example, and dense layers of 64, 32 and 1. Every process of the job runs it; the chief prints a line of JSON.
 //   lockstep run --workers 2 --ps 1 build/release/benchmarks/click_step --rows 1000000
 #include <ATen/Functions.h>
 #include <lockstep/lockstep.h>
@@ -26,7 +26,7 @@ struct Options {
   std::string backup;
 };
 
-// What has been sent over this host's loopback so far.
+// Returns the bytes that this host's loopback has sent so far.
 double loopback_bytes() {
   std::ifstream file("/proc/net/dev");
   for (std::string line; std::getline(file, line);) {

@@ -1,4 +1,4 @@
-// How long a step of DistributedDataParallel takes; one process a rank:
+// Measures a step of DistributedDataParallel; one process a rank:
 //   ddp_step --model seed_cnn --rank 0 --size 2 --store 127.0.0.1:29511 &
 //   ddp_step --model seed_cnn --rank 1 --size 2 --store 127.0.0.1:29511
 #include <ATen/Functions.h>

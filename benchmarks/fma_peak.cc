@@ -1,4 +1,4 @@
-// How many floating-point operations a second one core can do: what no training step can beat.
+// Measures the floating-point operations a second of one core, which bound every training step.
 #include <immintrin.h>
 
 #include <algorithm>

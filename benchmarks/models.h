@@ -32,7 +32,7 @@ struct PlainSeedCnn : torch::nn::Module {
   torch::nn::Linear hidden = nullptr, output = nullptr;
 };
 
-// The same, calling our operators.
+// PlainSeedCnn with our operators.
 struct OwnSeedCnn : PlainSeedCnn {
   Tensor forward(const Tensor& x) override {
     const auto features = ops::conv2d_relu_max_pool2d(x, convolution->weight, convolution->bias).flatten(1);
@@ -82,8 +82,8 @@ struct Transformer : torch::nn::Module {
 };
 
 // ResNet-18 for small images, [batch, 3, size, size] to [batch, 10]: He et al., "Deep residual learning for image
-// recognition" (2016), as torchvision has it but for the first layer, which neither strides nor pools. `width`:
-// channels of the first stage, 64 there.
+// recognition" (2016). The network is torchvision's but for the first layer, which neither strides nor pools. `width`:
+// channels of the first stage, 64 in torchvision.
 struct ResNet18 : torch::nn::Module {
   struct Block : torch::nn::Module {
     Block(std::int64_t in, std::int64_t out, std::int64_t stride)

@@ -1,7 +1,6 @@
-// How long a step takes of a transformer that is split over processes, and how much memory it needs:
+// Measures the time and memory of a step of a transformer that is split over processes. Rank 0 prints a line of JSON.
 //   parallel_step --mode one
 //   lockstep run -n 2 parallel_step --mode tensor
-// Rank 0 prints a line of JSON.
 #include <lockstep/ops/memory.h>
 #include <lockstep/parallel.h>
 #include <torch/optim/adamw.h>

@@ -1,6 +1,6 @@
-// A plan for the ranks that run, and the measured step of each split that it proposes:
+// Plans for the ranks that run, and measures a step of each split that the plan proposes. Rank 0 prints the plan's
+// table, then a line of JSON.
 //   lockstep run -n 2 plan_step --layers 8 --batch 32
-// Rank 0 prints the plan's table, then a line of JSON.
 #include <lockstep/parallel.h>
 #include <torch/optim/adamw.h>
 

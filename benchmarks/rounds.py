@@ -1,5 +1,5 @@
-"""Programs measured in turns: every round runs each once, so that all see the same machine; a ratio is the median of the
-rounds' ratios. Closes with a line of JSON."""
+"""Programs measured in turns: every round runs each once, so that all see the same machine. A ratio is the median of the rounds' ratios. The last line printed
+is JSON."""
 import argparse
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import sys
 
 @dataclasses.dataclass
 class Row:
-    """What of_ours and of_peer take from a program's result is better when larger."""
+    """of_ours and of_peer take a figure that is better when larger from a program's result."""
     work: str
     against: str
     ours: object  # programs

@@ -1,5 +1,5 @@
-// How fast a worker's calls move values and gradients to and from a parameter server on this host: over the socket, and
-// with TLS, and in memory that both access; beside what plain sockets carry. One line of JSON.
+// Measures how fast a worker's calls move values and gradients to and from a parameter server on this host. They go
+// over the socket, with TLS, or in shared memory; plain sockets compare. Prints one line of JSON.
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
@@ -129,7 +129,7 @@ double call_seconds(const std::string& address, const Access& access, std::size_
   });
 }
 
-// Of calls to a server that is another process.
+// The seconds of calls to a server that is another process.
 struct Seconds {
   double sent = 0, shared = 0;
 };
@@ -151,7 +151,7 @@ Seconds seconds_of_calls(const Access& access, std::size_t bytes, int rounds) {
   return seconds;
 }
 
-// In a process of its own: one that has used gRPC cannot fork.
+// Measures in a process of its own, because a process that has used gRPC cannot fork.
 Seconds apart(const Access& access, std::size_t bytes, int rounds) {
   Pipe result;
   const auto child = fork();

@@ -1,5 +1,5 @@
-"""How long training pauses when a parameter server is killed and `lockstep run --restarts` starts it again: the longest time between two steps
-of the click model, over rounds with and without the kill.
+"""Measures how long training pauses when a parameter server is killed and `lockstep run --restarts` starts it again. The figure is the longest
+time between two steps of the click model, over rounds with and without the kill.
 
     benchmarks/server_return.py [--rounds 5]
 """

@@ -1,4 +1,4 @@
-// How long a training step takes, and where the time goes:
+// Measures a training step, and where its time goes.
 //   train_step --model seed_cnn --replicas 2 --threads 1 --steps 200 [--fit]
 // Bare steps train on one batch in memory. --fit measures whole epochs of Fashion-MNIST (seed_cnn) or of random data
 // through fit, with shuffling, a metric, TensorBoard and checkpoints.

@@ -1,6 +1,6 @@
-"""What the loss of one of three workers costs, ours and the peers', in turns. Steps take 50 ms; worker 1 is killed in the middle of a training and
-started again. Seconds from the kill to the next step of the others, steps that were dropped or are made again, and seconds from the start of the
-process in its place to its first step. Ours is tests/elastic_fit_program.cc.
+"""Measures what the loss of one of three workers costs, ours and the peers', in turns. Steps take 50 ms; worker 1 is killed in the middle of a
+training and started again. Prints three figures: seconds from the kill to the others' next step; steps dropped or made again; seconds from the
+start of the new process to its first step. Our program is tests/elastic_fit_program.cc.
 
     benchmarks/worker_loss.py [--rounds 3] [--only TEXT]
     benchmarks/worker_loss.py --kills 50 --minutes 10     ours: that many kills at random moments; steps made, against a run without
@@ -49,7 +49,7 @@ def ours():
 
 
 class Lines:
-    """What processes print, with the time of each line."""
+    """The lines that processes print, with the time of each."""
 
     def __init__(self):
         self.lines, self.change = [], threading.Condition()

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 def seconds(buffer, rounds):
-    """Of one reduction."""
+    """Returns the seconds of one reduction."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(rounds):

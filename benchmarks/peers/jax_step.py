@@ -1,4 +1,4 @@
-"""What a step of the seed CNN takes with JAX, on CPU devices: convolution 32 3x3 relu, 2x2 max-pooling, dense 64 relu, dense 10; Adam.
+"""Measures a step of the seed CNN with JAX, on CPU devices: convolution 32 3x3 relu, 2x2 max-pooling, dense 64 relu, dense 10; Adam.
 
     jax_step.py [--pooling reshape|reduce_window] [--batch 64] [--devices 1] [--steps 100]
 

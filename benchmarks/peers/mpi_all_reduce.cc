@@ -7,7 +7,7 @@
 
 namespace {
 
-// Of one reduction.
+// Returns the seconds of one reduction.
 double seconds(std::vector<float>& data, int rounds) {
   MPI_Barrier(MPI_COMM_WORLD);
   const double start = MPI_Wtime();

@@ -1,4 +1,4 @@
-"""What a training step takes with PyTorch; with --ddp under torchrun, one process a replica. `make bench-step` runs it.
+"""Measures a training step with PyTorch; with --ddp under torchrun, one process a replica. `make bench-step` runs it.
 
     pytorch_step.py --model seed_cnn [--channels-last] [--batch 64] [--steps 200] [--device cuda [--graph] [--read-loss]]
     torchrun --nproc-per-node 2 pytorch_step.py --model seed_cnn --ddp

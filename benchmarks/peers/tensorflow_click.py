@@ -1,6 +1,6 @@
-"""What a step of the click model takes with TensorFlow's ParameterServerStrategy, asynchronous.
-adagrad: plain variables and raw operators, which gather and update the rows of a batch where the table lives. keras-adagrad: what Keras 3's
-layers and optimizer make of the same."""
+"""Measures a step of the click model with TensorFlow's ParameterServerStrategy, asynchronous.
+adagrad: plain variables and raw operators, which gather and update the rows of a batch where the table lives. keras-adagrad: Keras 3's
+layers and optimizer."""
 import argparse
 
 import numpy as np

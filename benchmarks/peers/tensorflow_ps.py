@@ -1,5 +1,5 @@
-"""What a training step of the seed CNN takes with TensorFlow's ParameterServerStrategy, asynchronous.
-adam: plain variables and the raw operator, where the variables live. keras-adam: what Keras 3's layers and optimizer make of the same."""
+"""Measures a training step of the seed CNN with TensorFlow's ParameterServerStrategy, asynchronous.
+adam: plain variables and the raw operator, where the variables live. keras-adam: Keras 3's layers and optimizer."""
 import argparse
 
 import numpy as np

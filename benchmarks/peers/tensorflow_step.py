@@ -1,4 +1,4 @@
-"""What a training step takes with TensorFlow, or its input pipeline alone. `make bench-step` runs it.
+"""Measures a training step with TensorFlow, or its input pipeline alone. `make bench-step` runs it.
 
     tensorflow_step.py --strategy one|mirrored --loop step|fit|data --model seed_cnn|cifar_cnn --threads 1
 """

@@ -1,4 +1,4 @@
-"""What a training step of the seed CNN takes with TensorFlow's MultiWorkerMirroredStrategy; one process a worker, by TF_CONFIG."""
+"""Measures a training step of the seed CNN with TensorFlow's MultiWorkerMirroredStrategy; one process a worker, by TF_CONFIG."""
 import json
 import os
 import time

@@ -1,4 +1,4 @@
-"""A replica group of one process under torchft (gloo, a commit a step), with steps of STEP_MS: prints a line for each step and each one that is dropped."""
+"""A replica group of one process under torchft (gloo, a commit a step), with steps of STEP_MS. Prints a line for each step, made or dropped."""
 import os
 import time
 from datetime import timedelta

@@ -19,7 +19,7 @@
 namespace lockstep {
 namespace {
 
-// Whether the thread waits already, is about to, or has not begun.
+// The thread waits already, is about to, or has not begun: all three end.
 TEST(Stop, EndsAWaitAtOnce) {
   for (int i = 0; i < 1000; ++i) {
     bool was_asked = false;

@@ -12,7 +12,7 @@ namespace lockstep {
 
 namespace {
 
-// Where `detail` says it, nothing.
+// Returns nothing where `detail` names them.
 std::string waited_for_whom(const std::vector<int>& ranks, const std::string& detail) {
   if (ranks.empty()) return detail.empty() ? ": another rank has not come" : "";
   return text(ranks.size() == 1 ? ": rank " : ": ranks ", join(ranks), ranks.size() == 1 ? " has" : " have",

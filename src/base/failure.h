@@ -1,4 +1,4 @@
-// Why a Group broke, in a form that fits into shared memory and into a message.
+// The reason why a Group broke, in a form that fits into shared memory and into a message.
 #pragma once
 
 #include <array>

@@ -24,7 +24,7 @@ constexpr std::uint64_t mix(std::uint64_t first, Rest... rest) {
   return state;
 }
 
-// Of a text, the same in all processes.
+// Returns the hash of a text, equal in all processes.
 inline std::uint64_t hash_of(std::string_view text) {
   std::uint64_t hash = text.size();
   for (std::size_t i = 0; i < text.size(); i += sizeof(std::uint64_t)) {

@@ -12,7 +12,7 @@ namespace lockstep {
 void log_info(const std::string& message);
 void log_warning(const std::string& message);
 
-// A warning that unauthenticated peers can trigger at will: the first one is written at once, then at most one per
+// A warning that unauthenticated peers can trigger at will. The first one is written at once, then at most one per
 // minute, with the number of suppressed ones.
 class RepeatedWarning {
  public:

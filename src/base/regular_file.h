@@ -12,7 +12,7 @@ namespace lockstep {
 // opened or is no regular file. A FIFO or a device may never end. Never waits.
 FileDescriptor open_regular_file(const std::string& path);
 
-// The contents of a regular file of at most `most` bytes. Throws IoError likewise.
+// Returns the contents of a regular file of at most `most` bytes. Throws IoError as open_regular_file does.
 std::string read_small_file(const std::string& path, std::size_t most = std::size_t{1} << 20);
 
 }  // namespace lockstep

@@ -1,4 +1,4 @@
-// Which cores and how much memory this process may really use.
+// The cores and the memory that this process may really use.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ std::vector<int> allowed_cpus();
 // the sysfs folder that describes them; missing values count as 0.
 std::vector<int> cpus_by_place(std::vector<int> cpus, const std::string& system = "/sys/devices/system");
 
-// How many cores the control group's CPU quota (cpu.max) allows: at least 1; very many where there is none.
+// The number of cores that the control group's CPU quota (cpu.max) allows, at least 1; very many without a quota.
 int quota_cpu_count();
 
 // The smaller of the quota and the number of cores in the affinity mask.

@@ -26,7 +26,7 @@ namespace {
 constexpr int kMostFrames = 48, kOwnFrames = 2;  // the handler, and what the system calls it from
 constexpr int kToAnswerSeconds = 1;
 
-// What the handler of the asked thread writes to. One that is late finds that another thread is asked, or none.
+// The handler of the asked thread writes to this. A late handler finds that another thread is asked, or none.
 struct Answer {
   std::atomic<int> asked{0};  // the thread
   std::array<void*, kMostFrames> frames{};

@@ -50,8 +50,8 @@ class File {
   FileDescriptor descriptor_;
 };
 
-// A new file "PATH.tmp.RANDOM", locked while it is written: so no other writer takes its name or removes it, be it a
-// thread of this process or a process of another container, which may have the same number.
+// A new file "PATH.tmp.RANDOM", locked while it is written: so no other writer takes its name or removes it. That holds
+// for threads, and for processes of other containers, which may have this process's number.
 class TemporaryFile {
  public:
   explicit TemporaryFile(const std::string& path) {

@@ -30,7 +30,7 @@ class AtomicFile {
   std::unique_ptr<Beside> beside_;
 };
 
-// A regular file that is read in any order. Throws IoError likewise.
+// A regular file that is read in any order. Throws IoError as AtomicFile does.
 class ReadableFile {
  public:
   explicit ReadableFile(std::string path);
@@ -46,9 +46,9 @@ class ReadableFile {
   std::size_t size_ = 0;
 };
 
-// Writes the parts one after the other to a file beside `path`, flushes it to the disk, and renames it over `path`;
-// then flushes the folder, so that the name outlives a power cut too. Makes missing folders. Throws IoError naming the
-// file and the reason; the file that was there before is then untouched and nothing is left beside it.
+// Writes the parts one after the other to a file beside `path`, flushes the file, and renames it over `path`. Flushes
+// the folder too, so that the name outlives a power cut. Makes missing folders. Throws IoError naming the file and the
+// reason; the file that was there before is then untouched and nothing is left beside it.
 void write_file_atomically(const std::string& path, std::span<const std::span<const std::byte>> parts);
 
 // Makes `folder` if need be, and removes the archives that killed writers have left half written in it. Throws IoError,

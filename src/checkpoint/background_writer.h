@@ -14,7 +14,7 @@ class BackgroundWriter {
   // Until what was started is written. Throws what that threw, once.
   void wait();
 
-  // Whether there is nothing to wait for, and what was started last was written.
+  // True where nothing is being written, and the last write succeeded.
   bool ended() const { return ended_; }
 
   // Calls write() in a thread. What was started before must have been waited for.

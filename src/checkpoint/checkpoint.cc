@@ -22,7 +22,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What the text file `checkpoint` says: names relative to its folder, oldest first, the latest included.
+// The contents of the text file `checkpoint`: names relative to its folder, oldest first, the latest included.
 struct CheckpointIndex {
   std::string latest;
   std::vector<std::string> all;
@@ -48,7 +48,7 @@ std::string quoted(const std::string& value) {
   return result + '"';
 }
 
-// How long to wait for another job that records a checkpoint into the same folder; it needs far less.
+// The wait for another job that records a checkpoint into this folder; a job needs far less.
 constexpr std::chrono::seconds kForIndex(30);
 
 fs::path index_file(const fs::path& directory) { return directory / "checkpoint"; }
@@ -75,7 +75,7 @@ void write_index(const fs::path& directory, const CheckpointIndex& index) {
   checkpoint::write_file_atomically(index_file(directory).string(), std::span(&part, 1));
 }
 
-// Why it cannot be restored; empty where it is whole.
+// Says why the checkpoint cannot be restored; empty where it is whole.
 std::string problem_of(const std::string& path) {
   const auto file = checkpoint_file(path);
   if (!checkpoint::file_exists(file)) return "it is not there";
@@ -178,7 +178,7 @@ namespace {
 
 std::string entry_of_files(const std::string& object) { return object + checkpoint::kListedFiles; }
 
-// Where the files of an object lie.
+// Returns where the files of an object lie.
 std::string place_of_files(const std::string& path, const Archive& archive, const std::string& object) {
   const auto listed = archive.entries.find(entry_of_files(object));
   if (listed == archive.entries.end()) {
@@ -259,7 +259,7 @@ void Checkpoint::restore(const std::string& path) {
   save_counter_ = counter;
 }
 
-// With the optimizer state that parameter servers have written, where this program's are its own.
+// Reads a checkpoint. The optimizer's state that parameter servers wrote is read where this program has no servers.
 Archive Checkpoint::read(const std::string& path) const {
   auto archive = read_archive(path);
   for (const auto& [name, object] : objects_) {

@@ -29,7 +29,7 @@ bool refuse_to_flush_folders = false;
 
 }  // namespace
 
-// In the place of the C library's: records the folders that are flushed, and refuses as some file systems do.
+// Takes the C library's place: records the folders that are flushed, and refuses as some file systems do.
 extern "C" int fsync(int descriptor) {
   struct stat info {};
   if (::fstat(descriptor, &info) == 0 && S_ISDIR(info.st_mode)) {
@@ -270,7 +270,7 @@ TEST(Archive, ANumberThatIsNoneIsNamed) {
   expect_says(message_of<DataError>([&] { archive.numbers("loss"); }), "nonsense");
 }
 
-// What std::filesystem throws does not come out.
+// No exception of std::filesystem comes out.
 TEST(Checkpoint, FoldersThatCannotBeReadAreNamed) {
   const auto folder = fresh_folder("checkpoint", "unreadable");
   fs::create_symlink("loop", folder / "loop");

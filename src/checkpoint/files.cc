@@ -61,7 +61,7 @@ void rename_file(const fs::path& from, const fs::path& to) {
   std::error_code failed;
   fs::rename(from, to, failed);
   require(failed, "rename", from);
-  fs::remove(from, failed);  // where both were the same file, rename has done nothing
+  fs::remove(from, failed);  // where both were one file, rename has done nothing
 }
 
 void make_folders(const fs::path& folder) {

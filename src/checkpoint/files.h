@@ -10,7 +10,7 @@ namespace lockstep::checkpoint {
 bool file_exists(const std::filesystem::path& path);
 std::filesystem::path absolute_path(const std::filesystem::path& path);
 
-// `to`, which is not there, is then the same file as `from` is now, or a copy where the file system has no hard links.
+// `to`, which does not exist, becomes the file `from`, or a copy where the file system has no hard links.
 void link_or_copy(const std::filesystem::path& from, const std::filesystem::path& to);
 void rename_file(const std::filesystem::path& from, const std::filesystem::path& to);
 

@@ -1,4 +1,4 @@
-// Jobs that use one folder at the same time.
+// Jobs that use one folder at a time.
 #include "checkpoint/folder_lock.h"
 
 #include <gtest/gtest.h>
@@ -33,7 +33,7 @@ TEST(FolderLock, OneHolderAtATime) {
   EXPECT_NO_THROW(FolderLock(folder, "backup.lock", soon()));
 }
 
-// Jobs that save into one folder at the same time: the index has the checkpoints of all.
+// Jobs save into one folder at a time: the index has the checkpoints of all.
 TEST(Checkpoint, JobsRecordIntoOneIndexAtTheSameTime) {
   const auto folder = fresh_folder("checkpoint", "jobs");
   constexpr int kJobs = 3, kSaves = 30;

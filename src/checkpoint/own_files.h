@@ -30,7 +30,7 @@ void remove_own_archive(const std::filesystem::path& path);
 // Throws IoError, naming what is in the way, where a file of somebody else would be lost at `path`.
 void require_own_archive_or_nothing(const std::filesystem::path& path);
 
-// Throws IoError where `file` is not a list of a folder's checkpoints: a person may have a file of the same name.
+// Throws IoError where `file` is not a list of a folder's checkpoints: a person may have a file of that name.
 inline constexpr std::size_t kLongestIndex = std::size_t{1} << 26;  // bytes
 void require_index_or_nothing(const std::filesystem::path& file);
 

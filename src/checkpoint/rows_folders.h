@@ -27,8 +27,8 @@ std::vector<std::string> listed_places(const std::map<std::string, std::string>&
 // PATH.rows.
 std::filesystem::path rows_folder(const std::string& path);
 
-// The folder that one save writes into. It is locked while this lives, so that no other job removes it; without `keep`
-// the destructor removes what was written.
+// The folder that one save writes into. The folder is locked while this lives, so that no other job removes it; without
+// `keep` the destructor removes what was written.
 class RowsFolder {
  public:
   // Makes the folder, and removes before what killed saves to `path` have left. Throws IoError, also where PATH.rows is
@@ -41,8 +41,8 @@ class RowsFolder {
   const std::string& name() const { return name_; }  // in PATH.rows
   std::filesystem::path folder() const { return rows_folder(path_) / name_; }
 
-  // To be called once the main file lists this folder: removes the folders of earlier saves, but those that the main
-  // file lists.
+  // Called once the main file lists this folder: removes the folders of earlier saves, but those that the main file
+  // lists.
   void keep();
 
  private:

@@ -12,7 +12,7 @@ namespace lockstep::checkpoint {
 // The bytes that write_archive writes.
 std::string print_archive(const Archive& archive);
 
-// What read_archive makes of a file's bytes; `file` is for messages.
+// Parses a file's bytes as read_archive does; `file` is for messages.
 Archive parse_archive(const std::string& file, std::span<const std::byte> bytes);
 
 }  // namespace lockstep::checkpoint

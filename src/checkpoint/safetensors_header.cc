@@ -50,7 +50,7 @@ std::string hex(std::uint32_t value) {
   return digits.data();
 }
 
-// Where the checksum's digits begin in a header's text.
+// Returns where the checksum's digits begin in a header's text.
 std::size_t checksum_position(const std::string& header) {
   const auto key = header.find(text('"', kChecksumKey, "\":\""));
   return key == std::string::npos ? key : key + std::strlen(kChecksumKey) + 4;
@@ -133,8 +133,8 @@ class Parser {
     return numbers;
   }
 
-  // Sorts tensors as they lie. Each must begin where the one before it ends, and the last end with the file: a rule of
-  // the format, without which a small file could name more bytes than there is memory.
+  // Sorts tensors by their positions. Each must begin where the one before it ends, and the last end with the file.
+  // Without this rule of the format a small file could name more bytes than there is memory.
   void check_offsets(std::size_t header_size, std::size_t data_bytes) {
     auto& tensors = header_.tensors;
     std::sort(tensors.begin(), tensors.end(),

@@ -1,4 +1,4 @@
-// What stands before the tensors' bytes in a safetensors file.
+// The header of a safetensors file, which comes before the tensors' bytes.
 #pragma once
 
 #include <cstddef>
@@ -36,8 +36,8 @@ void set_checksum(std::string& header, std::uint32_t crc);
 // True where a header's text is of a file that Lockstep wrote.
 bool says_own_format(const std::string& header);
 
-// How long the header is of a file that begins with `length` and has `file_bytes`; `file` is for messages. Throws
-// DataError where the file cannot have it.
+// Returns the length of the header of a file that begins with `length` and has `file_bytes`; `file` is for messages.
+// Throws DataError where the file cannot have it.
 std::size_t header_bytes(const std::string& file, std::span<const std::byte> length, std::size_t file_bytes);
 
 // Compares a file with the checksum in its header, where that has one.
@@ -60,7 +60,7 @@ struct Header {
   struct Tensor {
     std::string name;
     TensorInfo info;
-    std::size_t begin = 0, end = 0;  // behind the header
+    std::size_t begin = 0, end = 0;  // after the header
   };
   std::vector<Tensor> tensors;  // as they lie
   std::map<std::string, std::string> entries;

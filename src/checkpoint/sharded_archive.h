@@ -37,7 +37,7 @@ std::map<std::string, std::vector<ListedRows>> listed_rows(const std::string& pa
 // The file with a server's rows of tables, beside the file with its shards.
 std::filesystem::path tables_file(std::filesystem::path shards_file);
 
-// What lies in the files of a checkpoint, one or several.
+// The contents of a checkpoint's files, one or several.
 class ShardedArchive {
  public:
   // Reads the main file. Throws as read_archive.
@@ -52,7 +52,7 @@ class ShardedArchive {
   // InvalidArgument where rows are missing.
   StoredTensor rows(const std::string& tensor, std::int64_t begin, std::int64_t end);
 
-  // As if all were in one file.
+  // Returns the checkpoint as one archive.
   Archive whole();
 
  private:

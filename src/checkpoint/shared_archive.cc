@@ -30,13 +30,13 @@ std::size_t bytes_of(const NamedTensors& tensors) {
   return bytes;
 }
 
-// Where a writer says that its part is written, and its checksum: "FILE.part.RANDOM-WRITER" for "FILE.tmp.RANDOM".
+// The file by which a writer tells its written part's checksum: "FILE.part.RANDOM-WRITER" for "FILE.tmp.RANDOM".
 std::string word_of(const std::string& temporary, int writer) {
   const auto dot = temporary.rfind('.'), before = temporary.rfind('.', dot - 1);
   return text(temporary.substr(0, before), kWord, temporary.substr(dot + 1), "-", writer);
 }
 
-// The random number in a word's name behind its prefix, "RANDOM-WRITER", also while that is written; else nothing.
+// Returns RANDOM from "RANDOM-WRITER", a word's name after its prefix, also while the word is written; else nothing.
 std::string random_in(const std::string& name) {
   const auto digits = name.find_first_not_of("0123456789abcdef");
   if (digits == 0 || digits == std::string::npos || name[digits] != '-') return {};

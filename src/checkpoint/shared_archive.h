@@ -1,10 +1,10 @@
 // A checkpoint that several processes, which see one folder, write together: each a part of the bytes of its large
-// tensors. It is then a file as write_archive writes it, but for the order of the tensors:
+// tensors. The file is as write_archive writes it, but for the order of the tensors:
 //
 //   | header | other tensors | large tensors                 |
 //   | writer 0               | writer 0 | writer 1 | ...     |
 //
-// Parts begin at whole pages, so that hosts do not write to the same page of a network's file system.
+// Parts begin at whole pages, so that two hosts do not write to one page of a network's file system.
 #pragma once
 
 #include <atomic>
@@ -31,10 +31,10 @@ struct ByteRange {
 // Bytes that follow each other in the file, and lie in several places of the memory.
 using Pieces = std::vector<std::span<const std::byte>>;
 
-// What writer `writer` of `writers` writes of them. The ranges follow each other and may be empty.
+// Returns the part of `large` that writer `writer` of `writers` writes. The parts follow each other and may be empty.
 ByteRange part_of_writer(const NamedTensors& large, int writer, int writers);
 
-// In writer 0, which makes the file. Not thread safe but for `abandon`.
+// Writer 0's, which makes the file. Not thread safe but for `abandon`.
 class SharedArchive {
  public:
   // Begins a file beside checkpoint_file(path). `small`: the entries and all other tensors. Throws IoError.
@@ -51,7 +51,7 @@ class SharedArchive {
   // Throws IoError, also at the deadline and once `abandon` was called; then nothing is left.
   void finish(const Pieces& part, int writers, Deadline deadline);
 
-  // From then on, does not wait for another writer that has not finished. Any thread.
+  // From then on, waits for no other writer that has not finished. Any thread.
   void abandon(std::chrono::seconds after = {}) { abandoned_at_ = Deadline::Clock::now() + after; }
 
  private:
@@ -72,7 +72,7 @@ class SharedArchive {
   std::atomic<Deadline::Clock::time_point> abandoned_at_ = Deadline::Clock::time_point::max();
 };
 
-// In another writer: writes its part, and says so to writer 0. Throws IoError.
+// Called in another writer: writes its part, and says so to writer 0. Throws IoError.
 void write_part(const std::string& temporary, std::size_t large_begin, std::size_t begin, const Pieces& part,
                 int writer);
 

@@ -175,7 +175,7 @@ class Trial {
   Call call_;
 };
 
-// The same number of rounds on all ranks, for about `seconds`; the time of one in microseconds, of the slowest rank.
+// Runs equally many rounds on all ranks, for about `seconds`. Returns the slowest rank's microseconds a round.
 double measure(const Group& group, Trial& trial, double seconds) {
   using Clock = std::chrono::steady_clock;
   const auto timed = [&](std::int64_t rounds) {

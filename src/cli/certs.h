@@ -5,9 +5,9 @@
 
 namespace lockstep::cli {
 
-// Writes into `folder`, which must not have them already: cert.pem and key.pem, which all processes of a job show, and
-// ca.pem, an authority that has certified this one and no other, and whose key is not kept. They are valid for `days`.
-// Throws InvalidArgument and IoError.
+// Writes cert.pem and key.pem, which all processes of a job show, and ca.pem into `folder`, which must not have them.
+// ca.pem is an authority that has certified this certificate and no other; its key is not kept. The certificates are
+// valid for `days`. Throws InvalidArgument and IoError.
 void make_certificates(const std::filesystem::path& folder, int days);
 
 }  // namespace lockstep::cli

@@ -1,4 +1,4 @@
-// What the subcommands do.
+// The subcommands' functions.
 #pragma once
 
 #include <iosfwd>

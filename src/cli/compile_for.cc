@@ -48,7 +48,7 @@ int status_of(const std::vector<std::string>& command) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// "v5e:2x4": a generation, and the chips of each dimension. Only libtpu knows which of these there are.
+// "v5e:2x4": a generation, and the chips of each dimension. Only libtpu knows which topologies exist.
 bool is_topology(const std::string& chips) {
   static const std::regex form("v[0-9]+[a-z]*:[1-9][0-9]*(x[1-9][0-9]*)*");
   return std::regex_match(chips, form);
@@ -65,7 +65,7 @@ int compile_for(const std::string& chips, const std::vector<std::string>& comman
   const ReportFile report;
   setenv("LOCKSTEP_COMPILE_FOR", chips.c_str(), 1);
   setenv("LOCKSTEP_COMPILE_REPORT", report.path().c_str(), 1);
-  // Without which libtpu looks for chips, and for the machines of a Cloud TPU.
+  // Without these libtpu looks for chips, and for the machines of a Cloud TPU.
   const char* const without_chips[][2] = {{"TPU_SKIP_MDS_QUERY", "1"},
                                           {"TPU_WORKER_HOSTNAMES", "localhost"},
                                           {"TPU_WORKER_ID", "0"},

@@ -19,7 +19,7 @@
 
 namespace lockstep::cli {
 
-// What a process finds out about its environment.
+// A process finds these out about its environment.
 struct Facts {
   std::string host, version;
   std::vector<int> cores;
@@ -110,7 +110,7 @@ std::vector<Facts> gather(const Communicator& ranks, const Facts& mine) {
   return facts;
 }
 
-// What is wrong, and what to do about it.
+// Returns each problem, and what to do about it.
 std::vector<std::string> problems_of(const std::vector<Facts>& all) {
   std::vector<std::string> problems;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {

@@ -1,4 +1,4 @@
-// Whether this machine has a TPU. Two files implement it: find_tpu.cc, and without_tpu.cc in a build without PJRT.
+// Tells whether this machine has a TPU. Two files do: find_tpu.cc, and without_tpu.cc in a build without PJRT.
 #pragma once
 
 #include <string>

@@ -55,7 +55,7 @@ struct BenchArguments {
   CLI::Option* rank = nullptr;
 };
 
-// Where processes run.
+// The arguments that say where processes run.
 struct PlaceArguments {
   explicit PlaceArguments(CLI::App& app) {
     app.add_option("-n", options.processes, "processes (1; with hosts: one a slot)");
@@ -285,7 +285,7 @@ int main(int argc, char** argv) {
     if (*doctor) return doctor_arguments.act();
     if (*collectives) return lockstep::cli::bench_collectives(bench_arguments.finished({argv, argv + argc}), std::cout);
   } catch (const std::exception& error) {
-    // In one piece, for several ranks may write at once.
+    // Written in one piece, for several ranks may write at once.
     std::cerr << "lockstep: " + bench_arguments.speaker() + error.what() + "\n";
     return 1;
   }

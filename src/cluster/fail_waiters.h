@@ -1,4 +1,4 @@
-// Of whoever waits in a store that may be gone.
+// Fails the waits of others in a store that may be gone.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// What the mpirun of Open MPI and that of MPICH set.
+// Reads the variables of Open MPI's mpirun and MPICH's.
 #include "base/text.h"
 #include "cluster/resolvers.h"
 #include "lockstep/base/error.h"

@@ -9,7 +9,7 @@ namespace lockstep::cluster {
 // The nodes, in order. Throws ClusterError naming `variable` where the list is malformed, or has more than 100,000.
 std::vector<std::string> expand_node_list(const std::string& list, const std::string& variable);
 
-// How many tasks each node has, from "2(x3),1" (three nodes of two, one of one). Throws likewise.
+// Returns the tasks of each node, from "2(x3),1" (three nodes of two, one of one). Throws as expand_node_list does.
 std::vector<int> expand_task_counts(const std::string& counts, const std::string& variable);
 
 }  // namespace lockstep::cluster

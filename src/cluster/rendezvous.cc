@@ -29,8 +29,8 @@ std::string key_of_refusal(const std::string& rank, const std::string& restart) 
 
 namespace {
 
-// Where nobody names a port, all ranks try the same ones, in the same order, below those that the system gives out. The
-// second half follows from the token too: another user of the host cannot know and take them before rank 0.
+// Where nobody names a port, all ranks try these in one order; the system gives out higher ones. The second half
+// follows from the token too: another user of the host cannot know and take those ports before rank 0.
 constexpr int kCandidates = 16, kPublicCandidates = kCandidates / 2;
 constexpr int kFirstPort = 10'000, kPorts = 20'000;
 constexpr std::chrono::milliseconds kBetweenRounds(50);
@@ -117,7 +117,7 @@ Store connect(const Cluster& cluster, Deadline deadline) {
   return cluster.job.empty() ? Store::connect(cluster.store, deadline) : find(cluster, deadline);
 }
 
-// The store that this process holds until it ends: its next Job finds the same one.
+// The store that this process holds until it ends, so that its next Job finds the store again.
 Store held(const Cluster& cluster, Deadline deadline) {
   static Mutex mutex;
   static std::map<std::string, Store> stores;  // guarded by mutex

@@ -9,17 +9,16 @@ namespace lockstep::cluster {
 // The entry that the store has once all processes have come.
 inline constexpr const char* kJobHasBegun = "the job has begun";
 
-// Of an elastic job. The entry of a host's store that names, one a line, those of the hosts that the job had when this
-// one came; and the entries of the launcher's store that name each host's.
+// Entries of an elastic job. In a host's store, the first lists the stores of the hosts that the job had when this one
+// came, one a line. In the launcher's store, entries that begin with the second name each host's.
 inline constexpr const char* kKnownStores = "known stores";
 inline constexpr const char* kStoreOfHost = "store of host ";
 
-// The entry of each of its stores, the launcher's also: the number of the generation, and for each of its members its
-// name, the address of its host's store and its host, one a line.
+// An entry of each store of an elastic job, the launcher's also. It has the generation's number, and for each member
+// its name, the address of its host's store and its host, one a line.
 inline constexpr const char* kMembersNow = "members now";
 // These names begin alike. "process-RANK" is a process with which the job began, "newcomer-RANK-RESTART-..." one that
-// came later. RANK and RESTART are LOCKSTEP_RANK and LOCKSTEP_RESTART of its environment, by which its launcher knows
-// it.
+// came later. RANK and RESTART are its LOCKSTEP_RANK and LOCKSTEP_RESTART, by which its launcher knows it.
 inline constexpr const char *kProcess = "process-", *kNewcomer = "newcomer-";
 
 // The entry in which a process that came to a job says why it was not taken in. Its launcher does not start such a
@@ -40,13 +39,13 @@ struct Rendezvous {
 // other ranks are on its host, computes from then on only on its share of the host's cores. Collective. A process that
 // is alone has a store of its own.
 //
-// Throws as Store does; ClusterError, on all ranks, where two processes have one rank or ranks disagree about their
-// number; and DeadlineExceeded naming the ranks that have not come. A host name that does not resolve yet is looked up
-// again until the deadline.
+// Throws as Store does. Throws ClusterError, on all ranks, where two processes have one rank or ranks disagree about
+// their number; and DeadlineExceeded naming the ranks that have not come. A host name that does not resolve yet is
+// looked up again until the deadline.
 Rendezvous rendezvous(const Cluster& cluster, Deadline deadline);
 
-// The first half of it: finds the store of the job, or holds it, and registers nothing, so that a process that is
-// started again finds it too. Not collective. Throws as Store does.
+// Finds the store of the job, or holds it, as rendezvous does, but registers nothing: a process that is started again
+// finds the store too. Not collective. Throws as Store does.
 Rendezvous find_store(const Cluster& cluster, Deadline deadline);
 
 // Holds a store on all addresses of this machine, as TensorFlow does: its own name may not resolve to it yet, or

@@ -32,8 +32,8 @@ int free_port() {
   return std::atoi(address.substr(address.rfind(':') + 1).c_str());
 }
 
-// The same with the store held by another process, as a launcher does: whoever fails has ended before the others have
-// asked.
+// Returns `clusters` with the store held by another process, as a launcher does: whoever fails has ended before the
+// others have asked.
 std::vector<Cluster> with_store_of_its_own(std::vector<Cluster> clusters) {
   for (auto& cluster : clusters) {
     cluster.holds_store = false;
@@ -42,7 +42,7 @@ std::vector<Cluster> with_store_of_its_own(std::vector<Cluster> clusters) {
   return clusters;
 }
 
-// What each process says that takes part as described; all at once.
+// Returns the text of each process that takes part as described; all run at once.
 std::vector<std::string> said_by(const std::vector<Cluster>& clusters, double seconds = 20) {
   std::vector<std::unique_ptr<ChildProcess>> children;
   for (const auto& cluster : clusters) {
@@ -141,7 +141,7 @@ TEST(Rendezvous, ARankEndsSoonAfterItsMpirun) {
   ::kill(shell_of_rank, SIGKILL);
 }
 
-// In a network of its own, with a list of hosts of its own.
+// The process is in a network of its own, with a list of hosts of its own.
 TEST(Rendezvous, RankZeroListensEverywhereAndItsNameMayComeLater) {
   ChildProcess test([]() -> std::string {
     const auto hosts = (fresh_folder("meeting", "names") / "hosts").string();

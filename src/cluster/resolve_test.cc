@@ -142,7 +142,7 @@ TEST(Resolve, PortsThatAreNoneAreRefused) {
   }
 }
 
-// These launchers no resolver understands.
+// No resolver understands these launchers.
 TEST(Resolve, AProcessOfAnotherLauncherDoesNotTrainAlone) {
   for (const std::string rank :
        {"PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK",

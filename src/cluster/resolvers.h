@@ -31,21 +31,21 @@ Cluster alone(const Environment& environment);
 
 inline constexpr std::int64_t kMostRanks = 1'000'000;
 
-// How many processes there are of each type: "worker:4,ps:2,evaluator:1", and one chief; `size` in all. Throws
+// Returns how many processes there are of each type: "worker:4,ps:2,evaluator:1", and one chief; `size` in all. Throws
 // ClusterError.
 std::map<std::string, int> parse_roles(const std::string& list, int size);
 
-// A process's type, and its number among those of its type: ranks are the chief, then the workers, the servers (ps) and
-// the evaluator, as many of each as `tasks` says. Throws ClusterError where these are too few.
+// Returns a process's type, and its number within the type. Ranks are the chief, then the workers, the servers (ps) and
+// the evaluator, as many as `tasks` says. Throws ClusterError where `tasks` has too few.
 std::pair<std::string, int> role_of(int rank, const std::map<std::string, int>& tasks);
 
-// What TF_CONFIG holds. Throws ClusterError.
+// Returns the cluster of TF_CONFIG's text. Throws ClusterError.
 Cluster parse_tf_config(const std::string& json);
 
 // The variable as a number from `least` to `most`. Throws ClusterError where it is not set or another thing.
 std::int64_t number_of(const Environment& environment, const char* name, std::int64_t least, std::int64_t most);
 
-// Where this process speaks with MPICH's process manager. Throws ClusterError.
+// The descriptor on which this process speaks with MPICH's process manager. Throws ClusterError.
 int pmi_descriptor(const Environment& environment);
 
 // The names of the variables from which world_of reads a World.

@@ -1,4 +1,4 @@
-// What srun sets: https://slurm.schedmd.com/srun.html. In a batch script, outside of a step, there is none of it.
+// Reads srun's variables: https://slurm.schedmd.com/srun.html. In a batch script, outside of a step, none is set.
 #include "base/text.h"
 #include "cluster/node_list.h"
 #include "cluster/resolvers.h"

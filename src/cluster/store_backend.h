@@ -1,4 +1,4 @@
-// What a Store asks: a store over TCP (store_server.h), or etcd.
+// The interface under a Store: a store over TCP (store_server.h), or etcd.
 #pragma once
 
 #include <cstdint>
@@ -47,8 +47,8 @@ bool is_etcd(const std::string& address);
 // Throws InvalidArgument naming the address and what is wrong with it.
 EtcdAddress parse_etcd(const std::string& address);
 
-// From liblockstep_grpc.so. Throws ClusterError where it is not there, or the cluster does not answer by the deadline;
-// or where the job has another token.
+// Connects through liblockstep_grpc.so. Throws ClusterError where the library is absent, the cluster does not answer by
+// the deadline, or the job has another token.
 std::shared_ptr<StoreBackend> connect_to_etcd(const std::string& address, Deadline deadline, const Access& access);
 
 }  // namespace lockstep::cluster

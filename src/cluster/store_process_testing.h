@@ -1,5 +1,5 @@
-// For tests: a store in a process of its own, for tests that fork. A child that is forked beside a thread may inherit a
-// lock that the thread holds: of the sanitizers' allocators, for one, which glibc's atfork handlers do not know.
+// For tests that fork: a store in a process of its own. A child that is forked beside a thread may inherit a lock that
+// the thread holds. A lock of the sanitizers' allocators is one, which glibc's atfork handlers do not know.
 #pragma once
 
 #include <signal.h>
@@ -17,7 +17,7 @@ namespace lockstep::cluster {
 
 class StoreProcess {
  public:
-  // At a port that was free a moment ago. Store::connect waits for it.
+  // Holds the store at a port that was free a moment ago. Store::connect waits for it.
   explicit StoreProcess(const Access& access = access_of_environment()) : StoreProcess(free_address(access), access) {}
   explicit StoreProcess(std::string address, const Access& access = access_of_environment())
       : address_(std::move(address)), holder_([this, &access]() -> std::string {

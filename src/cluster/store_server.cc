@@ -75,7 +75,7 @@ void StoreServer::serve() {
   }
 }
 
-// And sets what they have left, for which others may wait.
+// Removes clients that have closed, and sets the values that they left for their end, for which others may wait.
 void StoreServer::remove_closed() {
   bool sets = false;
   for (const auto& client : clients_) {

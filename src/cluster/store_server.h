@@ -16,11 +16,11 @@
 
 namespace lockstep::cluster {
 
-// What both ends say first (transport/handshake.h).
+// Both ends send this first (transport/handshake.h).
 transport::Greeting store_greeting();
 
-// After that both ends send sealed frames (transport/seal.h): four bytes of a code, and a packed list of strings. So
-// nobody who stands between the two can change an address that the store tells.
+// After the greeting both ends send sealed frames (transport/seal.h): four bytes of a code, and a packed list of
+// strings. So nobody who stands between the two can change an address that the store tells.
 struct StoreFrame {
   static constexpr std::uint32_t kLongest = 4 << 20;  // of the list
   enum Code : std::uint32_t { set, get, missing, add, compare_set, fail_waiters, set_at_end, done, refused, failed };

@@ -1,5 +1,5 @@
-// What GKE sets on the hosts of a TPU: https://cloud.google.com/kubernetes-engine/docs/concepts/tpus. libtpu reads the
-// same variables.
+// Reads GKE's variables on the hosts of a TPU: https://cloud.google.com/kubernetes-engine/docs/concepts/tpus. libtpu
+// reads these variables too.
 #include <sstream>
 
 #include "base/text.h"

@@ -64,7 +64,7 @@ TEST(UserToken, WhereNothingCanBeKeptThereIsNone) {
   EXPECT_EQ(transport::user_token(""), "");
 }
 
-// It keeps other users out on loopback, and is no reason to listen elsewhere.
+// A user's token keeps other users out on loopback, and is no reason to listen elsewhere.
 TEST(UserToken, IsNoJobsToken) {
   const Access access{.token = std::string(32, 'u'), .of_this_user = true};
   EXPECT_NO_THROW(transport::listen_at("127.0.0.1:0", access));

@@ -3,9 +3,9 @@
 
 namespace lockstep::cluster {
 
-// From now on this process ends soon after the mpirun that started it has: SIGTERM, by which fit saves and ends, and
-// SIGKILL ten seconds later. Does nothing where no mpirun is among those that this process descends from, or when it
-// was called before. Any thread.
+// From now on this process ends soon after the mpirun that started it: SIGTERM, by which fit saves and ends, then
+// SIGKILL ten seconds later. Does nothing where this process has no mpirun among its ancestors, or in a second call.
+// Any thread.
 void end_with_launcher();
 
 }  // namespace lockstep::cluster

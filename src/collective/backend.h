@@ -1,4 +1,4 @@
-// What a backend of Group provides. One object a rank. Wrappers (checks, faults, timelines) are backends over a
+// The interface of a backend of Group. One object a rank. Wrappers (checks, faults, timelines) are backends over a
 // backend.
 #pragma once
 

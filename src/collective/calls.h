@@ -1,4 +1,4 @@
-// What is known of a Call without running it: whether it is valid, what it transfers, and its description.
+// A Call without running it: whether it is valid, what it transfers, and its description.
 #pragma once
 
 #include <array>
@@ -16,11 +16,11 @@ inline bool is_message(const Call& call) { return call.kind == Call::Kind::send 
 
 bool is_reduction(Call::Kind kind);
 
-// Throws InvalidArgument where the call is wrong on this rank alone: a root or peer out of range, buffers too small or
-// of another dtype, counts that do not fit.
+// Throws InvalidArgument where the call is wrong on this rank alone. Its root or peer is out of range, its buffers are
+// too small or of another dtype, or its counts do not fit.
 void check_call(const Call& call, int rank, int size);
 
-// What all ranks' calls must have in common.
+// All ranks' calls must have these in common.
 struct Signature {
   Call::Kind kind{};
   DType dtype{};
@@ -81,8 +81,8 @@ struct Transfer {
   std::size_t bytes;
 };
 
-// For broadcast, all_gather, gather, scatter and all_to_all. `all_counts`: of an all_to_all with counts, [from * size +
-// to].
+// Returns the transfers of broadcast, all_gather, gather, scatter or all_to_all. `all_counts`: of an all_to_all with
+// counts, [from * size + to].
 std::vector<Transfer> transfers_of(const Call& call, int rank, int size, std::span<const std::size_t> all_counts = {});
 
 inline std::byte* bytes_of(const Buffer& buffer) { return static_cast<std::byte*>(buffer.data); }

@@ -18,7 +18,7 @@ using Kind = Call::Kind;
 // Results of this size and more are written past the caches: they will not be read again before they are evicted.
 constexpr std::size_t kStreamBytes = 4 << 20;
 
-// How many bytes of this rank's input the others need.
+// Returns the bytes of this rank's input that the others need.
 std::size_t input_bytes_of(const Call& call, int rank) {
   const bool only_root = call.kind == Kind::broadcast || call.kind == Kind::scatter;
   return only_root && rank != call.peer ? 0 : call.input.bytes();

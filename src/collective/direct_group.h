@@ -17,7 +17,7 @@ namespace lockstep::collective {
 //   staged  otherwise: the same, through windows of shared memory.
 class DirectGroup : public GroupBackend {
  public:
-  // How a space for `ranks` ranks is laid out: the sizes of a staging slot and a mailbox.
+  // The layout of a space for `ranks` ranks: the sizes of a staging slot and a mailbox.
   static transport::SpaceLayout layout(int ranks);
 
   explicit DirectGroup(std::shared_ptr<transport::SpaceMember> member);

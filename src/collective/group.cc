@@ -18,7 +18,7 @@ namespace {
 // Extra time after a call's deadline for the calls ahead of it to end.
 constexpr std::chrono::seconds kExtraForReason(1);
 
-// Whether a and b can be packed into one all_reduce.
+// True where a and b can be packed into one all_reduce.
 bool packs_with(const Call& a, const Call& b) {
   return a.kind == Call::Kind::all_reduce && b.kind == Call::Kind::all_reduce && a.op == b.op &&
          a.input.dtype == b.input.dtype && a.purpose == b.purpose;
@@ -42,8 +42,8 @@ struct Group::State {
     }
   }
 
-  // Waits for the turn of `number`, acts, and passes it on. A call that does not get its turn in time fails the group;
-  // but first the one ahead, whose deadline is often the same, may say whom it waited for.
+  // Waits for the turn of `number`, acts, and passes the turn on. A call that does not get its turn in time fails the
+  // group. First the call ahead, whose deadline is often the same, may say whom it waited for.
   template <class Act>
   void in_turn(std::uint64_t number, Deadline deadline, const char* operation, const Act& act) {
     if (!ticket_lock.wait(number, deadline) && !ticket_lock.wait(number, Deadline::after(kExtraForReason))) {

@@ -13,7 +13,7 @@ namespace {
 
 using Kind = Call::Kind;
 
-// From this many bytes every rank of a host carries its slice across; below, one rank carries all.
+// With so many bytes every rank of a host carries its slice across; with fewer, one rank carries all.
 constexpr std::size_t kSlicedBytes = 32 * 1024;
 
 // The bootstrap of one host's members, over that of all members.
@@ -236,7 +236,7 @@ class HierarchicalGroup final : public GroupBackend {
   bool even_ = true;  // all hosts have as many ranks
   std::shared_ptr<GroupBackend> local_;
   std::shared_ptr<MessageGroup> global_;
-  std::uint32_t sequence_ = 0;  // collective calls; the same on all ranks
+  std::uint32_t sequence_ = 0;  // of collective calls; equal on all ranks
   Purpose purpose_;             // of the call that runs
 };
 

@@ -1,4 +1,4 @@
-// What links between hosts are like.
+// Properties of links between hosts.
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>

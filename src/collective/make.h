@@ -9,15 +9,15 @@
 
 namespace lockstep::collective {
 
-// Where a rank is.
+// A rank's place.
 struct Place {
-  std::string host;     // ranks that give the same name share memory
+  std::string host;     // ranks that give one name share memory
   std::string address;  // where it listens for ranks of other hosts
   Access access;
   int cores = 1;  // that the ranks of its host may use together
 };
 
-// Collective among the members, which all give the same options.
+// Collective among the members, which all give equal options.
 std::shared_ptr<GroupBackend> make_shm_backend(cluster::Bootstrap& members, const Place& place,
                                                const GroupOptions& options, Deadline deadline);
 
@@ -32,7 +32,7 @@ std::shared_ptr<GroupBackend> make_hierarchical_backend(cluster::Bootstrap& memb
                                                         const std::vector<std::string>& hosts,
                                                         const GroupOptions& options, Deadline deadline);
 
-// How many cores the ranks of this rank's host may use together, whether each has its own or all share some.
+// Returns the cores that the ranks of this rank's host may use together, whether each has its own or all share some.
 // Collective.
 int cores_of_host(cluster::Bootstrap& members, const std::vector<std::string>& hosts, Deadline deadline);
 

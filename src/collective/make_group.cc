@@ -81,7 +81,7 @@ void require_good(const World& world, const Access& access, const GroupOptions& 
   }
 }
 
-// Why this rank cannot use UCX, whose connections are not authenticated; empty where it can.
+// Says why this rank cannot use UCX, whose connections are not authenticated; empty where it can.
 std::string why_not_over_ucx(const collective::Place& place) {
   if (!transport::why_no_ucx().empty() || place.access.trusted_network) return transport::why_no_ucx();
   if (transport::is_loopback(place.address)) {

@@ -5,7 +5,7 @@
 namespace lockstep::collective {
 namespace {
 
-// The same signature on both sides of a message.
+// The signature on either side of a message.
 Signature message_signature(const Call& call) {
   const auto count = call.kind == Call::Kind::send ? call.input.count : call.output.count;
   return {.kind = Call::Kind::send,

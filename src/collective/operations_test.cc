@@ -49,7 +49,7 @@ Bytes encode(DType dtype, const Values& values) {
   return bytes;
 }
 
-// Small whole numbers, so that every order of adding gives the same and every dtype can hold it.
+// Small whole numbers: every order of adding gives one sum, and every dtype can hold it.
 double input(int rank, std::size_t i, ReduceOp op) {
   const auto mixed = (static_cast<std::size_t>(rank) * 7 + i * 5 + i / 3) % 6;
   return op == ReduceOp::product ? static_cast<double>(mixed % 2 + 1) : static_cast<double>(mixed);

@@ -13,7 +13,7 @@
 
 namespace lockstep::collective {
 
-// Those of this build whose ranks may be processes.
+// The backends of this build whose ranks may be processes.
 inline std::vector<std::string> backends() {
   std::vector<std::string> names{"shm", "tcp", "hierarchical"};
   if (transport::ucx_is_built()) names.push_back("ucx");

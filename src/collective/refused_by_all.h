@@ -9,7 +9,7 @@
 
 namespace lockstep::collective {
 
-// All ranks of a Group throw it in the same call. So none waits for another one, and the Group can be used afterwards.
+// Thrown by all ranks of a Group in one call. So none waits for another one, and the Group can be used afterwards.
 class RefusedByAll : public InvalidArgument {
  public:
   RefusedByAll(const Communicator& ranks, const std::string& what)
@@ -22,9 +22,9 @@ class RefusedByAll : public InvalidArgument {
   const void* group_;
 };
 
-// Calls check(), which communicates with nobody, on every rank. Where it throws on some ranks, all throw: these their
-// own exception, InvalidArgument as RefusedByAll; the others RefusedByAll or Error with the text of the first of these.
-// `member`: the word for a rank in that text, as in "worker 2". Collective: one sum where all are content.
+// Calls check(), which communicates with nobody, on every rank. All ranks throw where one does. A rank whose check
+// threw throws its own exception, an InvalidArgument as RefusedByAll; the others a RefusedByAll or Error with the text
+// of the first. `member`: the word for a rank in the text, as in "worker 2". Collective: one sum.
 void check_on_all(const Communicator& ranks, const std::string& member, const std::function<void()>& check);
 
 }  // namespace lockstep::collective

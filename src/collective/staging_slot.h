@@ -1,4 +1,4 @@
-// What a rank shows the others of its host: its current call, small inputs, and windows through which large ones pass.
+// A rank shows this to the others of its host: its call, small inputs, and windows through which large ones pass.
 #pragma once
 
 #include <cstddef>

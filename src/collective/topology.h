@@ -1,4 +1,4 @@
-// Which processes train together, and which of them this one is. Torch-free.
+// The processes that train together, and this one's place among them. Torch-free.
 #pragma once
 
 #include "lockstep/collective/communicator.h"
@@ -12,7 +12,7 @@ struct Topology {
   void train_with(const Communicator& ranks) { all = peers = data = tokens = gradients = same_part = ranks; }
 
   // Each process trains a model of its own by a strategy of its own, and its optimizer sums the gradients of `ranks`.
-  // They divide the data too, but for a mesh, which divides the data by its own axes.
+  // They divide the data too; a mesh divides the data by its own axes.
   void take_steps_with(const Communicator& ranks, bool with_own_data) {
     peers = ranks;
     if (!is_split) data = ranks;
@@ -24,7 +24,7 @@ struct Topology {
   Communicator all;
   Communicator peers;      // those that take the same steps
   Communicator data;       // those with other examples
-  Communicator tokens;     // those with other examples, or other positions of the same sequences
+  Communicator tokens;     // those with other examples, or other positions of one's sequences
   Communicator gradients;  // those whose gradients are summed after backward: other examples, and the same parameters
   Communicator same_part;  // one of each copy of a model: those with the same part of it
   Communicator positions;  // those with the same examples, and other positions of their sequences
@@ -56,8 +56,8 @@ struct Topology {
   bool has_own_data() const { return reads_own_data && peers.size() > 1; }
   bool has_peers_with_own_models() const { return all.size() == 1 && peers.size() > 1; }
 
-  // This process's losses and outputs count: of those with the same examples it is one, always the same. Of those that
-  // count, one of each sequence counts its examples.
+  // counts: true on one of the processes with one set of examples, always the same; its losses and outputs count.
+  // counts_examples: true, among those, on one of each sequence.
   bool counts() const { return tensor.rank() == 0 && stages.rank() == last_stage; }
   bool counts_examples() const { return positions.rank() == 0; }
 };

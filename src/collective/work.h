@@ -33,7 +33,7 @@ class ProgressThread {
   ProgressThread(const ProgressThread&) = delete;
   ProgressThread& operator=(const ProgressThread&) = delete;
 
-  // Whether a task runs or waits.
+  // True while a task runs or waits.
   bool busy();
 
   // `prepare` is called under the queue's lock, so that its calls have the order of the tasks.

@@ -113,7 +113,7 @@ TEST(Store, BadAddressesAndStrangersAreNamed) {
   EXPECT_THROW(transport::read_value<char>(stranger, soon()), ClusterError);  // closed
   store.set("still", "here", soon());
 
-  // What answers is no store.
+  // The server that answers is no store.
   const auto listener = transport::listen_at("127.0.0.1:0", {});
   std::jthread server([&] {
     transport::write_value(transport::accept_from(listener, soon()), std::array<char, 96>{"SSH-2.0"}, soon());
@@ -174,7 +174,7 @@ TEST_P(AnyBackend, AMemberThatNeverComesIsNamed) {
   for (const int rank : {0, 2, 3}) expect_says(messages[static_cast<std::size_t>(rank)], "rank 1 has not come");
 }
 
-// What each of these threw; all have one store.
+// Returns the errors of making a group with each world; all have one store.
 std::vector<std::string> errors_of(const std::vector<World>& worlds, const std::vector<GroupOptions>& options) {
   std::vector<std::string> errors(worlds.size());
   const auto store = Store::hold("127.0.0.1:0");

@@ -15,7 +15,7 @@
 namespace lockstep::etcd {
 namespace {
 
-// Of one member of the cluster: then another one is asked.
+// The wait for one member's answer; then another member is asked.
 constexpr double kForAnswerSeconds = 2;
 constexpr std::chrono::milliseconds kBetweenAttempts(20);
 
@@ -26,7 +26,7 @@ bool another_may_answer(const grpc::Status& status) {
          code == grpc::StatusCode::RESOURCE_EXHAUSTED;
 }
 
-// So that there is time for an attempt with each of the `members`.
+// Leaves time for an attempt with each of the `members`.
 std::chrono::system_clock::time_point end_of_attempt(Deadline deadline, std::size_t members) {
   const std::chrono::duration<double> left = deadline.time() - Deadline::Clock::now();
   const double seconds = std::clamp(left.count() / static_cast<double>(members), 0.001, kForAnswerSeconds);
@@ -56,7 +56,7 @@ Client::Client(const std::vector<std::string>& endpoints) {
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
-  // How long a connection may take, for example to a member that waits for its disk: 20 s unless it is set.
+  // The time for a connection, for example to a member that waits for its disk: 20 s unless it is set.
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, static_cast<int>(kForAnswerSeconds * 1e3));
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
   for (const auto& endpoint : endpoints) {
@@ -78,8 +78,8 @@ void Client::leave(const Place& place) {
   if (current_ == place.index) current_ = (current_ + 1) % channels_.size();
 }
 
-// A channel makes progress on connecting only while a thread waits for it: calls on one whose last attempt failed
-// return at once, so that without this no connection would be made.
+// A channel makes progress on connecting only while a thread waits for it. Calls on a channel whose last attempt failed
+// return at once, so that without this wait no connection would be made.
 void Client::pause() {
   const auto began = Deadline::Clock::now();
   place().channel->WaitForConnected(std::chrono::system_clock::now() + kBetweenAttempts);

@@ -15,7 +15,7 @@
 namespace lockstep::etcd {
 
 struct Range {
-  std::string key, end;  // `end`: behind the last key; empty: the key alone
+  std::string key, end;  // `end`: after the last key; empty: the key alone
 };
 // All keys that begin with it.
 Range prefix_range(const std::string& prefix);

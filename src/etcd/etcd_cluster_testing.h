@@ -71,7 +71,7 @@ class EtcdCluster {
     wait_for_answer();
   }
 
-  // Of a job's store.
+  // The address of a job's store.
   std::string address(const std::string& job) const { return text("etcd://", join(endpoints_, ","), "/", job); }
 
   void kill_member(std::size_t member) { members_[member].reset(); }
@@ -82,7 +82,7 @@ class EtcdCluster {
     return transport::local_address(listener);
   }
 
-  // In memory: members wait for the disk at each write, for seconds where it is busy.
+  // A folder in memory: members wait for the disk at each write, for seconds where the disk is busy.
   struct Folder {
     explicit Folder(std::filesystem::path of) : path(std::move(of)) {}
     Folder(const Folder&) = delete;

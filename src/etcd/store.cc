@@ -1,8 +1,7 @@
-// A key K of a Store is, in the cluster, "/lockstep/JOB/value/K". Others of a job: what set_at_end is to set is
-// "last/K", while "life/K" is there, which has the lease of the process; whoever looks for K and finds the first
-// without the second sets K. "failed/" and a packed prefix and suffix: why nobody waits for such keys.
-// "process/SPACE/NUMBER/LEASE": the leases of a process. "added/": the outcome of a call of add, which may be made
-// twice. "token": a digest of the job's.
+// A key K of a Store is, in the cluster, "/lockstep/JOB/value/K". A job also has "last/K": the value that set_at_end
+// leaves, and "life/K", with the lease of the process. Whoever looks for K, and finds the first without the second,
+// sets K. "failed/" with a packed prefix and suffix says why nobody waits for such keys. "process/SPACE/NUMBER/LEASE"
+// are the leases of a process. "added/": the outcome of a call of add, which may be made twice. "token": a digest.
 #include "etcd/store.h"
 
 #include <sodium.h>
@@ -56,7 +55,7 @@ std::optional<std::string> value_in(const TxnResponse& response, int operation) 
   return found.kvs_size() == 0 ? std::nullopt : std::optional(found.kvs(0).value());
 }
 
-// In which processes have numbers of their own: containers of one machine may have the same name.
+// The space of processes' numbers, for containers of one machine may have one name.
 std::string space_of_processes() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
@@ -75,7 +74,7 @@ std::string digest_of(const std::string& token, const std::string& job) {
 
 }  // namespace
 
-// Of a key of set_at_end.
+// Keeps a lease for a key of set_at_end.
 class EtcdStore::Presence {
  public:
   Presence(std::shared_ptr<EtcdStore> store, std::string key, std::string value, Deadline deadline)
@@ -175,7 +174,7 @@ EtcdStore::Entries EtcdStore::read(const std::vector<std::string>& whole, Deadli
   return entries;
 }
 
-// Also the values that keys have since a process has ended.
+// Reads values, also those that keys got because a process has ended.
 EtcdStore::Entries EtcdStore::find(const std::vector<std::string>& keys, Deadline deadline) {
   std::vector<std::string> whole;
   for (const auto& key : keys) whole.push_back(value_of(key));
@@ -337,7 +336,7 @@ void EtcdStore::notice_end(int number, Deadline deadline) {
 
 }  // namespace lockstep::etcd
 
-// What the library for gRPC gives to the one that loads it (cluster/store_backend.h).
+// The library for gRPC gives this function to the process that loads it (cluster/store_backend.h).
 extern "C" __attribute__((visibility("default"))) void lockstep_connect_to_etcd(
     std::shared_ptr<lockstep::cluster::StoreBackend>& store, const std::string& address, lockstep::Deadline deadline,
     const lockstep::Access& access) {

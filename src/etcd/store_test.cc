@@ -35,7 +35,7 @@ struct Kind {
   bool is_etcd;
 };
 
-// Of both kinds.
+// A store of either kind.
 class AnyStore : public testing::TestWithParam<Kind> {
  protected:
   void SetUp() override {
@@ -172,7 +172,7 @@ INSTANTIATE_TEST_SUITE_P(Kinds, AnyStore, testing::Values(Kind{"tcp", false}, Ki
 
 Store in_etcd(const std::string& address) { return Store(EtcdStore::connect(address, soon(), kAccess)); }
 
-// In a process of its own, which the next test kills: a forked one could not use gRPC.
+// Runs in a process of its own, which the next test kills: a forked one could not use gRPC.
 constexpr const char* kOwnedStore = "LOCKSTEP_TEST_OWNED_STORE";
 TEST(Etcd, DISABLED_AnOwner) {
   const auto store = in_etcd(std::getenv(kOwnedStore));

@@ -65,7 +65,7 @@ class Answer {
     throw InvalidArgument("this process is not the chief");
   }
 
-  // How long a caller is kept waiting before it is told to ask again.
+  // A caller waits for so long before it is told to ask again.
   static Deadline poll() { return Deadline::after(std::chrono::seconds(1)); }
 
   bool read(grpc::ByteBuffer& frame) const { return stream_.read(frame); }
@@ -76,7 +76,7 @@ class Answer {
                                     [this](grpc::ByteBuffer& frame) { return read(frame); });
   }
 
-  // What lies in a shared block is the caller's to change once it has given up.
+  // Throws once the caller has given up: it may then change the contents of a shared block.
   void require_caller() const {
     if (stream_.cancelled()) throw Aborted("the caller has given up");
   }

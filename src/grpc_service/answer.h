@@ -1,4 +1,4 @@
-// What a process answers to a call of another one.
+// The answers of a process to another one's calls.
 #pragma once
 
 #include <grpcpp/support/byte_buffer.h>
@@ -19,7 +19,7 @@ class CallStream {
   virtual bool cancelled() const = 0;  // the other end waits for no answer any more
 };
 
-// What the calls that a process answers share. Any thread.
+// State that all calls which a process answers share. Any thread.
 struct AnswerState {
   Blocks blocks;
   ReceiveBuffers buffers;

@@ -36,14 +36,14 @@ class Caller {
   Reply call(Request request, Deadline deadline, const Bulk& bulk = {},
              std::span<const std::span<std::byte>> parts = {});
 
-  // The same for a reply of a text; nothing where the reply has none.
+  // As `call`, for a reply of a text; nothing where the reply has none.
   std::optional<std::string> call_for_text(Request request, Deadline deadline);
 
   // A reply with a text, which may be empty.
   Reply call(Request request, Deadline deadline, const Bulk& bulk, std::string& words);
 
-  // Reads the bulk data of a reply by read_bulk(reply, read): read(frame) yields them until it returns false. It is
-  // called again, from the beginning, where the other process could not be reached any more.
+  // Reads the bulk data of a reply by read_bulk(reply, read): read(frame) yields them until it returns false. read_bulk
+  // is called again, from the beginning, where the other process could not be reached any more.
   using ReadFrame = std::function<bool(grpc::ByteBuffer&)>;
   using ReadBulk = std::function<void(const Reply& reply, const ReadFrame& read)>;
   Reply call(Request request, Deadline deadline, const Bulk& bulk, const ReadBulk& read_bulk);

@@ -24,7 +24,7 @@ class SentCopies {
     bulk.parts.emplace_back(copies_.emplace_back(bytes.begin(), bytes.end()));
   }
 
-  // Of floats.
+  // Adds floats.
   void add_as_bfloat16(std::span<const std::byte> bytes, Bulk& bulk) {
     bulk.parts.emplace_back(copies_.emplace_back(bytes.size() / 2));
     to_bfloat16(bytes, copies_.back());
@@ -74,7 +74,7 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     if (!ids.empty()) blocks_.call(deadline, [&] { fetch_rows(table, ids, values, deadline); });
   }
 
-  // From a copy: gRPC may still hold the memory of a call that has failed.
+  // Writes from a copy: gRPC may still hold the memory of a call that has failed.
   std::int64_t write(std::span<const std::byte* const> shards, Deadline deadline) override {
     auto request = request_to_server();
     request.mutable_write()->set_model(model_);
@@ -197,7 +197,7 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     caller_.call(std::move(request), deadline, bulk, {&values, 1});
   }
 
-  // Where the shards lie in the shared block that has the first of them; its number is -1 where none has.
+  // Returns where the shards lie in the shared block that has the first of them; its number is -1 where none has.
   template <class Pointers>
   Shards shared_shards(const Pointers& shards) const {
     Shards shared;

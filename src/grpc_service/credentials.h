@@ -14,8 +14,8 @@ namespace lockstep::grpc_service {
 // The name in a job's certificate, on whatever host it is.
 inline constexpr const char* kTlsName = "lockstep";
 
-// Those of `access.certificates`: both ends show the job's certificate. Without any: no TLS. Throw ClusterError, naming
-// the file, for one that cannot be read, and for a private key that others may read.
+// Read `access.certificates`: both ends show the job's certificate. Without certificates: no TLS. Throw ClusterError,
+// naming the file, for one that cannot be read, and for a private key that others may read.
 std::shared_ptr<grpc::ServerCredentials> server_credentials(const Access& access);
 std::shared_ptr<grpc::ChannelCredentials> channel_credentials(const Access& access);
 
@@ -25,7 +25,7 @@ std::string told_address(const std::string& address, const Access& access);
 // The address to call. Throws ClusterError, naming `server`, where one of the two uses TLS and the other does not.
 std::string called_address(const std::string& told, const Access& access, const std::string& server);
 
-// Whether a call failed since the other end showed no certificate of this job.
+// True where a call failed because the other end showed no certificate of this job.
 bool is_refused_certificate(const std::string& message);
 
 }  // namespace lockstep::grpc_service

@@ -1,4 +1,4 @@
-// What the library for gRPC gives to the one that loads it.
+// The library for gRPC gives these functions to the process that loads it.
 #include "grpc_service/connections.h"
 #include "grpc_service/endpoint.h"
 

@@ -14,7 +14,7 @@
 
 namespace lockstep::grpc_service {
 
-// Of a process that calls. Any thread.
+// The identity of a process that calls. Any thread.
 class Identity {
  public:
   explicit Identity(const Access& access, std::string version = lockstep::version());

@@ -21,7 +21,7 @@ struct Parts {
   std::vector<std::span<std::byte>> parts;
 };
 
-// Reads them, as read_bulk. Those that are `rounded` are floats that come as bfloat16; where that is empty, none are.
+// Reads parts, as read_bulk. Parts that are `rounded` are floats that come as bfloat16; an empty `rounded` names none.
 Parts read_parts(const std::vector<std::size_t>& sizes, const std::vector<bool>& rounded, ReceiveBuffers& buffers,
                  const std::function<bool(grpc::ByteBuffer&)>& read);
 

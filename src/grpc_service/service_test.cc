@@ -67,7 +67,7 @@ class GrpcService : public testing::Test {
                           at(*endpoint_), access);
   }
 
-  // What the server answers to bytes that no client of ours sends.
+  // Returns the server's answer to bytes that no client of ours sends.
   grpc::Status answer_to(
       const std::vector<std::string>& messages, const std::function<void(grpc::ClientContext&)>& identify =
                                                     [](auto& context) { Identity(kAccess).add_to(context); }) {
@@ -176,7 +176,7 @@ TEST_F(GrpcService, BytesThatAreNoCallAreRefused) {
   connect()->open("a model", in_time());  // it goes on
 }
 
-// Before anything is read.
+// The server refuses before it reads anything.
 TEST_F(GrpcService, AnotherVersionIsRefused) {
   const auto status = answer_to({}, [](auto& context) { Identity(kAccess, "9.9.9").add_to(context); });
   EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAUTHENTICATED);
@@ -297,7 +297,7 @@ TEST_F(GrpcService, SecondCopiesAreShardsOfTheirOwn) {
   connect()->open("a model", in_time());
 }
 
-// 1.0625 has seven bits behind the point, 1.00390625 has eight; float64 is sent as it is.
+// 1.0625 has seven bits after the point, 1.00390625 has eight; float64 is sent as it is.
 TEST_F(GrpcService, GradientsAreSentAsBFloat16WhereThatIsAsked) {
   const ModelSpec model{.variables = {{"a", DType::float32, {3}}, {"b", DType::float64, {1}}},
                         .tables = {{.name = "t", .rows = 9, .width = 2, .initializer = "zeros"}}};

@@ -20,7 +20,7 @@ class SharedBlocks {
   // False where the server cannot access the block.
   bool add(std::shared_ptr<parameter_server::SharedBlock> block, Deadline deadline);
 
-  // Where bytes are as the server knows it; -1 where it cannot access them.
+  // A place as the server knows it; -1 where the server cannot access the bytes.
   struct Place {
     std::int64_t block = -1, offset = -1;
   };

@@ -16,10 +16,10 @@ class UnknownBlock : public Error {
   using Error::Error;
 };
 
-// Of the exception that is handled.
+// Returns the status of the exception that is handled.
 grpc::Status status_of_exception();
 
-// Whether the same call may succeed later: the process is starting again, or cannot be reached.
+// True where the call may succeed later: the process is starting again, or cannot be reached.
 bool may_come_back(const grpc::Status& status);
 
 // Throws what status_of_exception was made of; `who` has answered.

@@ -33,9 +33,9 @@ class UnprovenConnections {
   // Forgets the connections that have proved that, or have ended. Ends those that have exceeded their time.
   void forget();
 
-  // To be called only when another connection waits to be accepted. Calls `forget`. Where there are still too many,
-  // ends the oldest that has sent nothing, else the oldest that is slow. False where there is no room, or no descriptor
-  // for the copy.
+  // Called only when another connection waits to be accepted. Calls `forget`. Where there are still too many, ends the
+  // oldest that has sent nothing, else the oldest that is slow. False where there is no room, or no descriptor for the
+  // copy.
   bool make_room();
 
   bool empty() const;

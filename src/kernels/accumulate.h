@@ -10,10 +10,10 @@ namespace lockstep::kernels {
 // into[i] <- op(into[i], from[i]); mean adds. Integers wrap. The arrays do not overlap.
 void accumulate(ReduceOp op, DType dtype, void* into, const void* from, std::size_t count);
 
-// Whether elements are summed in float32 and rounded once.
+// True where elements are summed in float32 and rounded once.
 inline bool is_half(DType dtype) { return dtype == DType::float16 || dtype == DType::bfloat16; }
 
-// The same for those elements, gathered in float32.
+// accumulate for elements that is_half names, gathered in float32.
 void accumulate_wide(ReduceOp op, DType dtype, float* into, const void* from, std::size_t count);
 
 // Between float32 and float16 or bfloat16, rounded to nearest even.

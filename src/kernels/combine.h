@@ -10,11 +10,11 @@
 
 namespace lockstep::kernels {
 
-// What elements of T are combined in.
+// The type in which elements of T are combined.
 template <class T>
 using Wide = std::conditional_t<std::is_class_v<T>, float, T>;
 
-// What integers are added and multiplied in, so that they wrap.
+// The type in which integers are added and multiplied, so that they wrap.
 template <class W, bool integral = std::is_integral_v<W>>
 struct Wrapping {
   using Type = W;

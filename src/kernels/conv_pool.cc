@@ -22,19 +22,19 @@ constexpr int kPositions = 4;  // of a 2 x 2 window, row by row
 inline std::int64_t block() { return 2 * lanes(); }
 std::int64_t padded_filters(std::int64_t filters) { return (filters + block() - 1) / block() * block(); }
 
-// The outcome of a window for each filter in a vector, as four masks: the second position beat the first; the fourth
-// beat the third; the lower row's best beat the upper row's; and that best was above zero.
+// The outcome of a window for each filter in a vector, as four masks. The second position beat the first; the fourth
+// the third; the lower row's best the upper row's; and the window's best was above zero.
 enum Decision { kSecond, kFourth, kLower, kAlive, kDecisions };
 inline std::int64_t mask_bytes() { return (lanes() + 7) / 8; }
 inline std::int64_t window_bytes() { return 2 * kDecisions * mask_bytes(); }  // of two vectors of filters
 constexpr std::int64_t kMaskSlack = 8;  // Highway may touch as many bytes from the last mask's first
 
-// For each image [blocks of two vectors of filters][windows].
+// Bytes of the winners of an image, [blocks of two vectors of filters][windows].
 std::int64_t winner_count(const ConvPool& s) {
   return padded_filters(s.filters) / block() * s.pixels() * window_bytes() + kMaskSlack;
 }
 
-// Where each tap's input lies, from a window's corner.
+// Returns where each tap's input lies, from a window's corner.
 std::vector<std::int64_t> tap_offsets(const ConvPool& s) {
   std::vector<std::int64_t> offsets;
   for (std::int64_t c = 0; c < s.channels; ++c) {
@@ -45,7 +45,7 @@ std::vector<std::int64_t> tap_offsets(const ConvPool& s) {
   return offsets;
 }
 
-// Of two positions: the second where it is larger or NaN, else the first.
+// The better of two positions: the second where it is larger or NaN, else the first.
 template <bool kFinite>
 struct Duel {
   Duel(Vector first, Vector second) : second_wins(hn::Gt(second, first)) {
@@ -65,7 +65,7 @@ struct Sums {
   Vector of[kPositions][2];
 };
 
-// The bias is added last, as LibTorch's convolution does, so that most results are the same to the bit.
+// The bias is added last, as in LibTorch's convolution, so that most results are equal to the bit.
 template <bool kFinite>
 HWY_INLINE void decide(const Sums& sums, int half, const float* bias, float* output, std::uint8_t* winner) {
   const auto offset = hn::LoadU(kFloats, bias);
@@ -103,7 +103,7 @@ HWY_INLINE void add_square(const ConvPool& s, const float* corner, const float* 
   }
 }
 
-// The same for taps of any number, whose inputs lie at `offsets` from the window's corner.
+// add_taps for taps of any number, whose inputs lie at `offsets` from the window's corner.
 HWY_INLINE void add_taps(const ConvPool& s, const std::int64_t* offsets, const float* corner, const float* weight,
                          std::int64_t width, Sums& sums) {
   for (std::int64_t t = 0; t < s.taps(); ++t, weight += width) {
@@ -117,7 +117,7 @@ HWY_INLINE void add_taps(const ConvPool& s, const std::int64_t* offsets, const f
   }
 }
 
-// What forward_block reads besides the image: weights are [taps][width], then comes the bias.
+// forward_block reads this besides the image: weights are [taps][width], then comes the bias.
 struct Filters {
   const std::int64_t* offsets;
   const float* weight;
@@ -271,7 +271,7 @@ void backward_taps(const ConvPool& s, const float* input, const float* gradient,
   }
 }
 
-// The same for the bias.
+// Adds an image's part of the bias's gradient, for two vectors of filters.
 void backward_bias(const ConvPool& s, const float* gradient, const std::uint8_t* winner, std::int64_t width,
                    float* grad_bias) {
   auto sum0 = hn::LoadU(kFloats, grad_bias), sum1 = hn::LoadU(kFloats, grad_bias + lanes());

@@ -5,7 +5,7 @@
 
 namespace lockstep::kernels {
 
-// As memcpy, but written past the caches. Other threads see it after finish_copies and a release.
+// Copies as memcpy, but past the caches. Other threads see the copy after finish_copies and a release.
 void copy_past_caches(std::byte* to, const std::byte* from, std::size_t bytes);
 void finish_copies();
 

@@ -1,4 +1,4 @@
-// What vector kernels share: types, and loads and stores of fewer elements than a vector has. Included once for each
+// Types that vector kernels share, and loads and stores of fewer elements than a vector has. Included once for each
 // kind of processor, as Highway's own *-inl.h headers are.
 #if defined(LOCKSTEP_KERNELS_LANES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOCKSTEP_KERNELS_LANES_INL_H_

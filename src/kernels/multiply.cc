@@ -17,7 +17,7 @@ class Kernels {
  public:
   Kernels(bool a_transposed, std::int64_t c_stride) : a_transposed_(a_transposed), c_stride_(c_stride) {}
 
-  // For a part of m x k times k x n elements; null where there is none.
+  // Returns a kernel for a part of m x k times k x n elements, or null where there is none.
   libxsmm_smmfunction find(std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t a_stride, std::int64_t b_stride,
                            bool add) {
     const std::array<std::int64_t, 6> shape{m, n, k, a_stride, b_stride, add ? 1 : 0};
@@ -43,7 +43,7 @@ class Kernels {
   libxsmm_smmfunction last_ = nullptr;
 };
 
-// How much of a product one kernel computes.
+// The part of a product that one kernel computes.
 struct Blocks {
   std::int64_t rows, columns, depth;
 };
@@ -62,14 +62,14 @@ void pack(Matrix from, std::int64_t row, std::int64_t rows, std::int64_t column,
     std::copy_n(from.data + (row + i) * from.stride + column, columns, to + i * columns);
 }
 
-// What was fastest on matrices of 64 to 4096 rows. Rows that lie a multiple of 4 KiB apart share few cache sets, so
-// that fewer of them may be in use at once.
+// These were fastest on matrices of 64 to 4096 rows. Rows that lie a multiple of 4 KiB apart share few cache sets, so
+// that fewer rows may be in use at once.
 Blocks blocks_in_place(std::int64_t stride) {
   return stride % 1024 == 0 ? Blocks{.rows = 64, .columns = 64, .depth = 512}
                             : Blocks{.rows = 512, .columns = 48, .depth = 512};
 }
 
-// Only where b is transposed, for which LIBXSMM has no kernel, are its columns copied.
+// Copies columns of b only where b is transposed, for which LIBXSMM has no kernel.
 bool multiply_in_place(std::int64_t m, std::int64_t n, std::int64_t k, Matrix a, Matrix b, float* c,
                        std::int64_t c_stride) {
   const auto blocks = blocks_in_place(b.transposed ? a.stride : b.stride);
@@ -127,7 +127,7 @@ bool multiply_packed(std::int64_t m, std::int64_t n, std::int64_t k, Matrix a, M
   return true;
 }
 
-// Copying pays for large products on processors without AVX-512, whose LIBXSMM kernels need several times as long where
+// Copying pays for large products on processors without AVX-512. Their LIBXSMM kernels need several times as long where
 // the rows of a large matrix lie far apart (seen on AMD's Zen 3).
 bool pays_to_pack(std::int64_t m, std::int64_t n, std::int64_t k) {
   constexpr std::int64_t kLeastMultiplications = 1 << 21;

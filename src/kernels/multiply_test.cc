@@ -52,7 +52,7 @@ TEST(Multiply, IsTheProduct) {
   }
 }
 
-// Which is what makes a step with one replica and one with many alike.
+// Equal bits make a step with one replica and one with many alike.
 TEST(Multiply, AnElementHasTheSameBitsInALargeProductAsInASmallOne) {
   constexpr int kRows = 160, kColumns = 600, kDepth = 1100, kFew = 3;
   const auto a = random_values(kRows * kDepth, 1), b = random_values(kDepth * kColumns, 2);

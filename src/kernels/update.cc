@@ -32,7 +32,7 @@ void scaled_sum(const T* const* inputs, size_t n_inputs, T scale, T* HWY_RESTRIC
   }
 }
 
-// 32 partial sums: wide enough for any vector, and the same order on all of them.
+// 32 partial sums: wide enough for any vector, and in one order on all of them.
 template <class T>
 double sum_of_squares(const T* HWY_RESTRICT values, size_t n) {
   double partial[32] = {};

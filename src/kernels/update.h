@@ -26,7 +26,7 @@ struct UpdateKernels {
   // output = factor * (inputs[0] + inputs[1] + ...), added in that order; n_inputs >= 1
   void (*scaled_sum)(const T* const* inputs, std::size_t n_inputs, T factor, T* output, std::size_t count);
 
-  // In double, in an order that depends on count alone.
+  // Summed in double, in an order that depends on count alone.
   double (*sum_of_squares)(const T* values, std::size_t count);
 
   void (*scale)(T* values, T factor, std::size_t count);

@@ -1,5 +1,5 @@
-// What the pooling kernels share: how windows lie over a row, and loads of every second element. Included once for each
-// kind of processor, as Highway's own *-inl.h headers are.
+// How windows lie over a row, and loads of every second element, for the pooling kernels. Included once for each kind
+// of processor, as Highway's own *-inl.h headers are.
 #if defined(LOCKSTEP_KERNELS_WINDOWS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOCKSTEP_KERNELS_WINDOWS_INL_H_
 #undef LOCKSTEP_KERNELS_WINDOWS_INL_H_
@@ -42,7 +42,7 @@ struct Largest {
   }
 };
 
-// Which outputs of a row have windows between the left and right edges, if vectors serve this stride.
+// Returns the outputs of a row whose windows are between the left and right edges, if vectors serve this stride.
 inline Range columns_inside(const Pooling& p) {
   if (p.stride_w > 2) return {p.out_w, p.out_w};
   const auto begin = std::min(p.out_w, (p.padding_w + p.stride_w - 1) / p.stride_w);

@@ -1,5 +1,5 @@
-// The inner part of the one-pass reduce and update: sums the sources' gradients of one piece of a variable, moves the
-// piece, and writes it to every copy, a few kilobytes at a time so that each byte crosses the memory bus once.
+// The inner part of the one-pass reduce and update: sums the gradients of a piece of a variable, moves the piece, and
+// writes it to every copy. It takes a few kilobytes at a time, so that each byte crosses the memory bus once.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ struct Piece {
   std::size_t count = 0;
 };
 
-// How the sum of the gradients becomes what the rule sees.
+// The rule sees the sum of the gradients after this.
 struct GradientScale {
   double divide_by = 1;             // the global batch's weight
   std::optional<double> clipvalue;  // applied after the division

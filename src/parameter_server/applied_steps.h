@@ -1,4 +1,4 @@
-// Which steps are done, of those that are numbered from 0 on.
+// The set of steps that are done; steps are numbered from 0 on.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace lockstep::parameter_server {
 
-// What a checkpoint says of the steps that it has: those below `end`, of which `updates` were applied.
+// The steps that a checkpoint has: those below `end`, of which `updates` were applied.
 struct SavedSteps {
   std::int64_t end = 0, updates = 0;
 };
@@ -21,7 +21,7 @@ class AppliedSteps {
  public:
   AppliedSteps() = default;
 
-  // As `numbers` gave them.
+  // Made of the numbers() of another set.
   explicit AppliedSteps(std::span<const std::int64_t> numbers);
 
   static AppliedSteps saved(const SavedSteps& steps);

@@ -6,7 +6,7 @@
 
 namespace lockstep::parameter_server {
 
-// Which values a worker has is known by both numbers: a chief that was started again counts its changes anew.
+// Both numbers tell which values a worker has: a chief that was started again counts its changes anew.
 struct ChiefState {
   std::int64_t chief = 0;    // the chief that has these values: Assignment's
   std::int64_t changes = 0;  // of the values in this fit: Assignment's `state`

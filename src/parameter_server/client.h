@@ -38,7 +38,7 @@ class Client {
   // Zeroed memory for what is pulled and pushed, which servers on this host access where it lies.
   Memory share(std::size_t bytes, Deadline deadline) const;
 
-  // The same for rows of tables, not zeroed, and used again when the last copy has gone. Any thread.
+  // As share, for rows of tables: not zeroed, and used again when the last copy has gone. Any thread.
   Memory share_rows(std::size_t bytes, Deadline deadline) const;
 
   // Values of whole variables, by their numbers: from the servers, and to them. `versions`: what `values` have by an
@@ -52,7 +52,7 @@ class Client {
   void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::byte* values, Deadline deadline) const;
 
   // For checkpoints, on all servers, as ServerConnection's. `save` writes a file a server into `folder`, which all
-  // processes must see, and lists them in the main file. Throws IoError.
+  // processes must see, and lists the files in the main file. Throws IoError.
   bool cut(std::int64_t end, Deadline deadline) const;
   std::optional<std::int64_t> save(std::int64_t end, const std::filesystem::path& folder, Archive& main,
                                    Deadline deadline) const;

@@ -54,15 +54,14 @@ class Coordinator final : public ChiefService {
   // Gives out no more steps than those that workers have begun.
   void stop();
 
-  // Whether wait_for_step returns, or throws, at once; waits for that until `look`. `deadline`: wait_for_step's.
+  // True where wait_for_step returns, or throws, at once; waits for that until `look`. `deadline`: wait_for_step's.
   bool step_is_ready(Deadline look, Deadline deadline);
 
   struct FinishedStep {
     std::vector<double> results;  // of its parts, added in their order
 
-    // Steps of other workers that finished between the time when a worker got this one and the time when it had
-    // finished it: so many updates may lie between the values that it read and those that it updated. Of several parts
-    // the largest.
+    // Steps of other workers that finished from when a worker got this one until it had finished the step; of several
+    // parts the largest. So many updates may lie between the values that it read and those that it updated.
     std::int64_t staleness = 0;
   };
 
@@ -70,11 +69,11 @@ class Coordinator final : public ChiefService {
   // failed, ClusterError where all workers have gone, and DeadlineExceeded.
   std::optional<FinishedStep> wait_for_step(Deadline deadline);
 
-  // What workers have reported in the fit that runs of their buffers' values: by worker, then by buffer. Empty where no
-  // fit runs.
+  // The buffers' values that workers have reported in the fit that runs: by worker, then by buffer. Empty where no fit
+  // runs.
   std::map<int, std::map<int, std::string>> buffers();
 
-  // What they have reported so far counts no more: the chief has other values.
+  // Forgets the reports of buffers so far: the chief has other values.
   void forget_buffers();
 
   // The chief's state has changed in a fit that runs: workers get this one before their next task.
@@ -103,7 +102,7 @@ class Coordinator final : public ChiefService {
   // The model's next step is number `step`. Throws as require_idle.
   void resume(std::int64_t model, const UpdateMode& mode, std::int64_t step);
 
-  // Whether the model has had a fit, was resumed, or is trained by a program's steps.
+  // True where the model has had a fit, was resumed, or is trained by a program's steps.
   bool knows(std::int64_t model);
   void set_trained_by_program(std::int64_t model);
 
@@ -114,7 +113,7 @@ class Coordinator final : public ChiefService {
   // Ends the call: workers that ask for work are told, and `outcome` is what others get as its result.
   void end(std::int64_t call, std::string outcome);
 
-  // Whether the process has joined, and has not left.
+  // True where the process has joined, and has not left.
   bool is_present(const std::string& process) const;
 
   // Waits until so many processes have joined; false at the deadline.

@@ -1,4 +1,4 @@
-// What other processes call of the chief.
+// The chief's functions that other processes call.
 #include <algorithm>
 #include <utility>
 
@@ -107,7 +107,7 @@ void Coordinator::take(int worker, const Report& report) {
       if (failure_.empty()) failure_ = text("worker ", worker, ": ", report.error);
       break;
     case Report::Kind::no_batch:
-      // Where another worker has said so of an earlier step, this one's was taken back.
+      // Where another worker has reported that an earlier step has no batch, this step was taken back.
       if (training_->schedule.has(worker, report.task)) training_->schedule.end_before(report.task.step);
       break;
     case Report::Kind::finished: collect(worker, report); break;

@@ -31,7 +31,7 @@ Assignment given(std::int64_t step, std::int64_t epoch, std::int64_t index, int 
   return {.kind = Kind::task, .task = {step, part}, .epoch = epoch, .index = index, .chief = 1};
 }
 
-// Without what else it says.
+// Returns the assignment without its count of finished steps.
 Assignment place_of(Assignment assignment) {
   assignment.finished = 0;
   return assignment;
@@ -164,7 +164,7 @@ TEST(Coordinator, SaysWhichStepsHaveAllFinished) {
   EXPECT_EQ(chief.next(0, 0, finished(0), now()).finished, 2);
 }
 
-// Of steps that were given out before it restored a checkpoint.
+// Reports steps that were given out before the chief restored a checkpoint.
 TEST(Coordinator, AReportOfTheTimeBeforeARestoreIsIgnored) {
   Coordinator chief(1, 60);
   join_workers(chief, 1);
@@ -180,7 +180,7 @@ TEST(Coordinator, AReportOfTheTimeBeforeARestoreIsIgnored) {
   EXPECT_TRUE(chief.wait_for_step(now()));
 }
 
-// By these a worker knows whether a task is of the state that it has.
+// By both numbers a worker knows whether a task is of the state that it has.
 TEST(Coordinator, TellsWhoseStateItGivesAndAfterHowManyChanges) {
   Coordinator chief(1, 60, /*chief=*/3);
   chief.begin(0, 0, {}, "plan", "first\nstate");
@@ -320,7 +320,7 @@ TEST(Coordinator, AWorkerThatLeavesGetsNoTask) {
   EXPECT_EQ(chief.wait_for_begun(0, 1, now()).end, 1);
 }
 
-// It had asked for work when it was killed.
+// The worker had asked for work when it was killed.
 TEST(Coordinator, AWorkerThatHasGoneGetsNoStep) {
   Coordinator chief(2, 60);
   join_workers(chief, 2);

@@ -18,7 +18,7 @@ void IdMap::grow() {
   }
 }
 
-// Entries behind the gap move up unless they then lie before their own place (Knuth, TAOCP 6.4, algorithm R).
+// Entries after the gap move up unless they then lie before their own place (Knuth, TAOCP 6.4, algorithm R).
 void IdMap::erase(std::int64_t id) {
   auto gap = place_of(id);
   while (entries_[gap].used && entries_[gap].id != id) gap = next(gap);

@@ -10,9 +10,9 @@
 
 namespace lockstep::parameter_server {
 
-// Open addressing with linear probing, at most two thirds full, 16 bytes an entry. Unlike the maps of libraries it can
-// be asked to load an id's entry into the cache before it is looked up: of a table of a gigabyte each lookup is a cache
-// miss, and a batch has thousands.
+// Open addressing with linear probing, at most two thirds full, 16 bytes an entry. Unlike libraries' maps, this one can
+// load an id's entry into the cache before the look-up. In a table of a gigabyte each look-up is a cache miss, and a
+// batch has thousands.
 class IdMap {
  public:
   IdMap() = default;

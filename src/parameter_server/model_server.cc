@@ -70,8 +70,8 @@ void ModelServer::add_first(const Model& model, const std::string& status) {
        ": updates that they got after it are lost");
 }
 
-// Where the first copy was lost too, it comes back before: the server that has it waits for nobody. A second copy never
-// takes a checkpoint by itself, or the two could take different ones.
+// A first copy that was lost too comes back before the second: its server waits for nobody. A second copy never takes a
+// checkpoint by itself, or the two could take different ones.
 void ModelServer::add_second(const Model& model, const std::string& status) {
   const int server = first_of_second(roles_.index, roles_.servers);
   const auto until = deadline();

@@ -13,7 +13,7 @@
 
 namespace lockstep::parameter_server {
 
-// Which server has the second copies of a server's shards, and whose second copies a server has.
+// second_of: the server with the second copies of a server's shards. first_of_second: whose second copies a server has.
 inline int second_of(int server, int servers) { return (server + 1) % servers; }
 inline int first_of_second(int server, int servers) { return (server + servers - 1) % servers; }
 
@@ -36,11 +36,10 @@ class ModelServer {
         transfer;
   };
 
-  // Until the result ends, the server has its shards of the model, and the second copies of another server's. If the
-  // server was started again, they are those of the other copy; where that was lost too, the first copy is that of the
-  // last checkpoint, and the second one waits for it. Throws ClusterError where there is no checkpoint,
-  // DeadlineExceeded where the first copy does not come back, what a transfer throws, and what a restored checkpoint
-  // throws.
+  // Until the result ends, the server has its shards of the model, and the second copies of another server's. A server
+  // that was started again gets them from the other copy. Where that was lost too, the first copy is the last
+  // checkpoint's, and the second waits for it. Throws ClusterError without a checkpoint, DeadlineExceeded where the
+  // first copy does not come back, and what a transfer or a restored checkpoint throws.
   std::shared_ptr<void> serve(const Model& model);
 
   // As ServedModels'.

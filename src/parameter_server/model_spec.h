@@ -1,4 +1,4 @@
-// What a model has on servers, as all processes of a job know it.
+// The parts of a model on servers, as all processes of a job know them.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// What the job's store says of a model, for processes that are started again.
+// A model's entry in the job's store, for processes that are started again.
 #pragma once
 
 #include <cstdint>

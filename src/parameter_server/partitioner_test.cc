@@ -1,4 +1,4 @@
-// Partitioners against what TensorFlow 2.20's return for the same variables.
+// Compares partitioners with TensorFlow 2.20's on the same variables.
 #include "lockstep/parameter_server/partitioner.h"
 
 #include <gtest/gtest.h>

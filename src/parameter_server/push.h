@@ -1,4 +1,4 @@
-// What a worker sends to a server when it has computed a task.
+// A worker sends this to a server when it has computed a task.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace lockstep::parameter_server {
 
-// What one worker computes at a time: one part of one step. One step is one update of each shard, whoever computes it.
+// A worker computes this at a time: one part of one step. A step is one update of each shard, whoever computes it.
 struct Task {
   std::int64_t step = 0;
   int part = 0;
@@ -23,10 +23,10 @@ struct Push {
   Task task;
   double weight = 0;  // what the sum of gradients is to be divided by; 0: there were no examples
 
-  // By the server's shards: count() elements of the shard's dtype, or null where a parameter took no part.
+  // [shard of the server]: count() elements of the shard's dtype, or null where a parameter took no part.
   std::vector<const std::byte*> gradients = {};
 
-  // Of each table, of the server's rows: gradients of those for which the part has some, none of them twice.
+  // [table]: gradients of the server's rows, for the rows of which the part has some, none of them twice.
   std::vector<Rows> rows = {};
 
   // Keeps what these point at: a server may read it until the step is applied. Null: what they point at is valid, and
@@ -35,7 +35,7 @@ struct Push {
 
   std::optional<double> learning_rate = {};  // instead of the optimizer's own
 
-  // By which chief the task was given out: chiefs of a job are numbered from 1 on.
+  // The chief that gave out the task: chiefs of a job are numbered from 1 on.
   std::int64_t chief = 0;
 
   std::int64_t finished = 0;  // no other push of a step below this one is on its way

@@ -1,4 +1,4 @@
-// What each process of a job with parameter servers does.
+// The roles of the processes of a job with parameter servers.
 #pragma once
 
 #include <optional>
@@ -20,13 +20,13 @@ struct Roles {
   bool evaluator = false;
 };
 
-// `cluster` as a World of all processes, whose store is the chief's or the launcher's: ranks are the chief, the
-// workers, the servers, and the evaluator. Where the launcher gives processes no types, `servers` are the last ranks,
-// and `evaluator` the very last. Throws ClusterError without a chief, a worker or a server, and InvalidArgument where
+// Returns `cluster` as a World of all processes, whose store is the chief's or the launcher's. Ranks are the chief, the
+// workers, the servers, and the evaluator. Where the launcher gives no types, `servers` are the last ranks, and
+// `evaluator` the very last. Throws ClusterError without a chief, a worker or a server, and InvalidArgument where
 // `servers` contradicts the launcher.
 Cluster with_roles(Cluster cluster, std::optional<int> servers, bool evaluator);
 
-// Of a cluster that with_roles returned.
+// Returns the roles in a cluster that with_roles returned.
 Roles roles_of(const Cluster& cluster);
 
 // All processes but the chief; and those that use the servers' models.

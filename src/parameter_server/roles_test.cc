@@ -58,7 +58,7 @@ TEST(Roles, OfTfConfigWithTheStoreAtTheChief) {
   EXPECT_EQ(server.world.rank, 3);
   EXPECT_EQ(server.world.size, 4);
   EXPECT_EQ(server.world.host, "h1");
-  EXPECT_EQ(server.world.local_rank, 1);  // behind worker 0
+  EXPECT_EQ(server.world.local_rank, 1);  // after worker 0
   EXPECT_EQ(server.world.local_size, 2);
 }
 

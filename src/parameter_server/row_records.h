@@ -12,8 +12,8 @@
 
 namespace lockstep::parameter_server {
 
-// What lies in a table's memory for a row: the number of the last update, then the values, then the optimizer's states,
-// each of them `row_bytes`. One thread at a time.
+// A table's memory has for each row: the number of the last update, then the values, then the optimizer's states.
+// Values and each state have `row_bytes`. One thread at a time.
 class RowRecords {
  public:
   RowRecords(std::size_t row_bytes, std::size_t states);
@@ -38,14 +38,14 @@ class RowRecords {
 
   Record find(std::int64_t id) const;
 
-  // Of each id the record, or none: faster than one after the other.
+  // Finds each id's record, or none: faster than one after the other.
   void find(std::span<const std::int64_t> ids, std::vector<Record>& records) const;
 
   // A record, of an id that has none, with any contents.
   Record make(std::int64_t id);
   void erase(std::int64_t id);
 
-  // Where records lie: slots 0 to slots() - 1, of which some are empty. A record keeps its slot.
+  // Records lie in slots 0 to slots() - 1, of which some are empty. A record keeps its slot.
   std::size_t slots() const { return ids_.size(); }
   std::int64_t id_in(std::size_t slot) const { return ids_[slot]; }  // -1: empty
   Record at(std::size_t slot) const {

@@ -19,22 +19,22 @@ namespace lockstep::parameter_server {
 // Any thread. All calls throw InvalidArgument for a model that is not there, unless they wait for it.
 class ServedModels {
  public:
-  // For so many other processes that use the models.
+  // `users`: the number of other processes that use the models.
   explicit ServedModels(int users) : users_(users) {}
 
-  // Models are numbered as the program makes them. After `drop` a model is kept until all others have opened one that
-  // was added later: then they have passed the same place in the program.
+  // Models are numbered as the program makes them. After `drop` a model is kept until all others have opened a later
+  // one: then they have passed this place in the program.
   void add(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards);
   void drop(std::int64_t model);
 
-  // The same for a model that this server had before it was started again: with the values that the shards have, or,
-  // by the second, with those of a checkpoint, whose number of steps is returned. That throws as ShardStore::restore,
-  // and InvalidArgument where another model has replaced the checkpoint.
+  // Add a model that this server had before it was started again: with the values of `shards`, or with those of a
+  // checkpoint, whose number of steps add_restored returns. add_restored throws as ShardStore::restore, and
+  // InvalidArgument where another model has replaced the checkpoint.
   void add_written(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards);
   std::int64_t add_restored(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards,
                             const SavedModel& saved, std::int64_t chief);
 
-  // As ServerConnection's; by the process `user`.
+  // As ServerConnection's; `user` is the process that calls.
   void open(std::int64_t model, const std::string& user, const std::string& description, Deadline deadline);
   std::int64_t push(std::int64_t model, Push push) const;
   bool cut(std::int64_t model, std::int64_t end) const;
@@ -46,7 +46,7 @@ class ServedModels {
   void pull_rows(std::int64_t model, std::size_t table, std::span<const std::int64_t> ids, std::byte* values,
                  Deadline deadline) const;
 
-  // What a transfer begins with; null where there is no such model, or it has no values.
+  // A transfer begins with this; null where there is no such model, or the model has no values.
   std::shared_ptr<ShardStore> find_written(std::int64_t model) const;
 
   // Ends all waits, now and later, with Aborted: the process is ending.

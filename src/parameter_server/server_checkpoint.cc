@@ -14,7 +14,7 @@ constexpr const char* kUpdates = "servers/updates";
 constexpr const char* kModel = "servers/model";
 constexpr const char* kUncounted = "servers/uncounted/";
 
-// All servers begin their copies between the same two steps. Returns the number of steps before.
+// All servers begin their copies between two steps, the same on all. Returns the number of steps before.
 std::int64_t cut(Coordinator& coordinator, const Client& client, const std::function<void()>& write_values,
                  Deadline deadline) {
   const auto end = coordinator.hold(client.model());

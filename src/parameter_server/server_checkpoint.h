@@ -1,4 +1,4 @@
-// Checkpoints of a model on servers, as the chief makes and restores them: the servers write their shards without
+// Checkpoints of a model on servers, as the chief makes and restores them. The servers write their shards without
 // stopping the workers, and the chief's file, which lists theirs, is written last.
 #pragma once
 
@@ -20,11 +20,11 @@ void write_checkpoint(Coordinator& coordinator, const Client& client, const std:
                       const std::function<Archive()>& own_state, const std::function<void()>& write_values,
                       Deadline deadline);
 
-// The same for a model whose steps a program schedules. Throws as StepQueue::end_of_finished.
+// As write_checkpoint, for a model whose steps a program schedules. Throws as StepQueue::end_of_finished.
 SavedSteps write_loop_checkpoint(StepQueue& steps, const Client& client, const std::string& path,
                                  const std::function<void()>& write_values, Deadline deadline);
 
-// Where the steps of a checkpoint end, and how many updates they made; also of one that was made without servers.
+// Return where the steps of a checkpoint end, and how many updates they made; also without servers.
 Coordinator::Finished steps_of(const Archive& main);
 SavedSteps saved_steps_of(const Archive& main);
 

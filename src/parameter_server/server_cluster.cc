@@ -27,8 +27,8 @@ std::string key_of_outcome(std::int64_t call) { return text("outcome ", call); }
 
 constexpr std::size_t kLongestStored = 1 << 20;  // bytes of the store's values
 
-// Of the keys of this process's next cluster in the store: all processes make theirs in the same order. The store is
-// known by an entry: another one may have its address later.
+// Begins the keys of this process's next cluster in the store: all processes make theirs in one order. The store is
+// known by an entry: another store may have its address later.
 std::string prefix(const Store& store, int rank, Deadline deadline) {
   static Mutex mutex;
   static std::map<std::string, int> made;  // [store and rank]; guarded by mutex
@@ -276,7 +276,7 @@ ServiceEngine::ModelOnServer ServerCluster::on_server(std::int64_t number, const
   return on_server;
 }
 
-// Which server has `server`'s shards, or their second copies.
+// Returns the server that has `server`'s shards, or their second copies.
 int ServerCluster::holder_of(int server, bool second_copies) const {
   return second_copies ? second_of(server, roles_.servers) : server;
 }

@@ -39,27 +39,27 @@ class ServerCluster {
   bool is_chief() const { return roles_.mine == Role::chief; }
   const UpdateMode& mode() const { return options_.mode; }
 
-  // Of this host's workers, which this one is, and how many there are; of other processes 0 of 1.
+  // This process's number among this host's workers, and their count; of other processes 0 of 1.
   struct Place {
     int rank = 0, size = 1;
   };
   Place among_local_workers() const { return place_; }
 
-  // How many replicas each worker has, of which a worker passes its own. Throws ClusterError where workers differ.
+  // Returns how many replicas each worker has; a worker passes its own. Throws ClusterError where workers differ.
   int agree_on_replicas(int mine) const;
 
-  // What a model has on the servers, with this process's part of it where it is a server. All processes make their
-  // models in the same order. The chief's returns when all servers have the model.
+  // Makes a model on the servers, with this process's part of it where it is a server. All processes make their models
+  // in one order. The chief's returns when all servers have the model.
   std::shared_ptr<Client> make_model(const ModelSpec& model, const Optimizer& optimizer);
 
-  // The chief's, before the first fit of a model: true where it has to write the values, since a server that was
-  // started again before does not have them. From then on such a server restores its shards from the last checkpoint.
+  // The chief's, before the first fit of a model: true where the chief has to write the values, which a server that was
+  // started again before lacks. From then on such a server restores its shards from the last checkpoint.
   bool claims_first_values(const Client& model);
 
-  // When workers begin to train it: true the first time, unless there is a checkpoint of it.
+  // Called when workers begin to train the model: true the first time, unless the model has a checkpoint.
   bool tell_training(const Client& model);
 
-  // When a checkpoint of it has been written.
+  // Called when a checkpoint of the model has been written.
   void tell_checkpoint(const Client& model, const std::string& path);
   std::optional<std::string> last_checkpoint(const Client& model) const;
 
@@ -67,11 +67,11 @@ class ServerCluster {
   // still computes them. `number`: the model's in the program that wrote the checkpoint.
   void restore(const Client& model, const std::string& path, std::optional<std::int64_t> number, Deadline deadline);
 
-  // Whether this is a chief that was started again.
+  // True on a chief that was started again.
   bool restarted() const { return restarted_; }
 
-  // Whether a chief before this one has trained the model, and this one has not loaded a checkpoint of it yet: it does
-  // not know the model's steps.
+  // True where a chief before this one has trained the model, and this one has not loaded a checkpoint of the model
+  // yet. This one then does not know the model's steps.
   bool was_trained(const Client& model) const;
 
   // Throws ClusterError where it was.
@@ -84,17 +84,17 @@ class ServerCluster {
   // The chief's: ends the call with an outcome, also for a chief that is started again.
   void end(std::int64_t call, const std::string& outcome);
 
-  // What the call returned on a chief before this one. Throws as `outcome`.
+  // Returns the call's result on a chief before this one. Throws as `outcome`.
   std::optional<std::string> outcome_before_restart(std::int64_t call);
 
-  // The chief's act(), unless a chief before this one did it at the same place in the program.
+  // Calls act() on the chief, unless a chief before this one did at this place in the program.
   void once(const std::function<void()>& act);
 
   Coordinator& coordinator() { return *coordinator_; }  // the chief's
 
-  // What ask(the chief, deadline of the call) returns. A chief that does not answer is asked again for
-  // reconnect_timeout_seconds, and no more once `gives_up`; then it throws DeadlineExceeded. `is_short`: nothing large
-  // is sent either way, so that it can give up soon.
+  // Returns ask(the chief, deadline of the call). Where the chief does not answer, asks again for
+  // reconnect_timeout_seconds, and no more once `gives_up`; then throws DeadlineExceeded. `is_short`: nothing large is
+  // sent either way, so that a call can give up soon.
   template <class Ask>
   auto ask_chief(const Ask& ask, const std::function<bool()>& gives_up = {}, bool is_short = true) {
     const auto last = reconnect_deadline();
@@ -109,7 +109,7 @@ class ServerCluster {
     }
   }
 
-  // What the call returned on the chief: waits for it. Throws Error with the chief's text where it failed there.
+  // Waits for the call's result on the chief and returns it. Throws Error with the chief's text where the call failed.
   std::string outcome(std::int64_t call, const std::function<bool()>& gives_up = {});
 
   // The deadline of a call that begins now.
@@ -146,7 +146,7 @@ class ServerCluster {
   const int exceptions_ = std::uncaught_exceptions();
 };
 
-// How the outcome of a call is told: what it returned, or why it failed.
+// The outcome of a call as text: its result, or why it failed.
 std::string outcome_of(const std::string& result);
 std::string outcome_of_failure(const std::string& why);
 

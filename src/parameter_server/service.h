@@ -46,12 +46,12 @@ class ServerConnection {
   virtual std::int64_t push(Push push, Deadline deadline) = 0;
 
   // Copies the values of the server's shards, in their order, each as a number of whole updates left it. Waits until
-  // they have been written. `versions`: those that `shards` have already, by an earlier call; empty: none. Shards that
-  // have the same on the server are not copied. The call sets them.
+  // they have been written. `versions`: of the values in `shards`, by an earlier call; empty: none. A shard whose
+  // version on the server is equal is not copied. The call sets `versions`.
   virtual void pull(std::span<std::byte* const> shards, std::vector<std::int64_t>& versions, Deadline deadline) = 0;
 
-  // Copies rows of a table's shard on the server to `values`: one row an id. Waits likewise. Throws InvalidArgument for
-  // an id that is out of range.
+  // Copies rows of a table's shard on the server to `values`: one row an id. Waits as pull does. Throws InvalidArgument
+  // for an id that is out of range.
   virtual void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values,
                          Deadline deadline) = 0;
 
@@ -59,8 +59,8 @@ class ServerConnection {
   virtual std::int64_t write(std::span<const std::byte* const> shards, Deadline deadline) = 0;
 
   // As ShardStore's, for checkpoints in files that the server reads and writes itself. `cut` is false where the server
-  // was started again and has no values yet; `save` is nothing also where it was started again after the cut. `restore`
-  // without a chief only checks. It returns what `push` does.
+  // was started again and has no values yet. `save` is nothing also where it was started again after the cut. `restore`
+  // without a chief only checks, and returns what `push` does.
   virtual bool cut(std::int64_t end, Deadline deadline) = 0;
   virtual std::optional<std::int64_t> save(std::int64_t end, const std::string& file, Deadline deadline) = 0;
   virtual std::int64_t restore(const std::string& checkpoint, std::optional<std::int64_t> chief, Deadline deadline) = 0;
@@ -68,7 +68,7 @@ class ServerConnection {
 
 inline constexpr std::size_t kLongestOutput = std::size_t{256} << 20;  // bytes that a scheduled step may return
 
-// What the chief answers a worker that asks for work.
+// The chief's answer to a worker that asks for work.
 struct Assignment {
   enum class Kind { task, wait, over } kind = Kind::wait;  // wait: ask again. over: the fit has ended
   Task task;
@@ -77,13 +77,13 @@ struct Assignment {
   std::int64_t chief = 0, finished = 0;  // Push's
   std::int64_t state = 0;                // how often what `start` gives has changed in this fit
 
-  // Of a step that a program has scheduled (ClusterCoordinator): its name, and an archive (checkpoint/safetensors.h).
+  // For a step that a program has scheduled (ClusterCoordinator): its name, and an archive (checkpoint/safetensors.h).
   std::string function = {}, arguments = {};
 
   bool operator==(const Assignment&) const = default;
 };
 
-// What a worker says of a task that it was given.
+// A worker's report of a task that it was given.
 struct Report {
   // no_batch: the epoch's data end before it. incomplete: its update reached some servers and not all.
   enum class Kind { finished, no_batch, failed, incomplete } kind = Kind::finished;
@@ -103,14 +103,14 @@ class ChiefConnection {
  public:
   virtual ~ChiefConnection() = default;
 
-  // Whether the chief has begun call number `call`, `name`; where it has not for some time: false, at the deadline or
-  // earlier. Throws InvalidArgument, also in the chief's call that runs, where the chief's call of this number has
-  // another name, and ClusterError where the chief's program has ended without it.
+  // True where the chief has begun call number `call`, `name`; false, at the deadline or earlier, where it has not for
+  // some time. Throws InvalidArgument, also in the chief's running call, where its call of this number has another
+  // name. Throws ClusterError where the chief's program has ended without the call.
   virtual bool has_begun(std::int64_t call, const std::string& name, Deadline deadline) = 0;
 
   // Returns a ChiefState's text, an empty one where the fit has ended; nothing, at the deadline or earlier, where the
-  // fit has not begun for some time. A worker calls this before its first task in the fit that is call number `call`,
-  // and whenever an Assignment has another `state` or `chief`. Throws InvalidArgument, also in the chief's fit, where
+  // fit has not begun for some time. A worker calls this before its first task in call number `call`, a fit, and
+  // whenever an Assignment has another `state` or `chief`. Throws InvalidArgument, also in the chief's fit, where
   // `plan` differs from the chief's in a line.
   virtual std::optional<std::string> start(std::int64_t call, int worker, const std::string& plan,
                                            Deadline deadline) = 0;
@@ -119,8 +119,8 @@ class ChiefConnection {
   // there is none for some time: Kind::wait, at the deadline or earlier.
   virtual Assignment next(std::int64_t call, int worker, const std::optional<Report>& report, Deadline deadline) = 0;
 
-  // What the call returned on the chief, once it has; else nothing, at the deadline or earlier. kProgram: an empty
-  // text, once nobody needs the servers any more.
+  // Returns the call's result on the chief, once it has one; else nothing, at the deadline or earlier. kProgram: an
+  // empty text, once nobody needs the servers any more.
   static constexpr std::int64_t kProgram = -1;
   virtual std::optional<std::string> outcome(std::int64_t call, Deadline deadline) = 0;
 };
@@ -131,15 +131,15 @@ struct Process {
   int worker = -1;
 };
 
-// The chief's own end. It is told when a process has connected, and when it has gone or does not answer.
+// The chief's own end. It learns when a process has connected, and when the process has gone or does not answer.
 class ChiefService : public ChiefConnection {
  public:
   virtual void join(const Process& process) = 0;
   virtual void leave(const Process& process) = 0;
 };
 
-// What a process answers: a server its models, and the second copies that it has of another server's; the chief its
-// schedule.
+// A process answers for these: a server for its models, and the second copies that it has of another server's; the
+// chief for its schedule.
 struct Services {
   std::shared_ptr<ServedModels> models = {};
   std::shared_ptr<ChiefService> chief = {};
@@ -153,7 +153,7 @@ class Endpoint {
   virtual std::string address() const = 0;  // "host:port"
 };
 
-// Where a process listens now; it may have been started again since the last call.
+// Returns where a process listens now; it may have been started again since the last call.
 using FindAddress = std::function<std::string(Deadline deadline)>;
 
 class ServiceEngine {

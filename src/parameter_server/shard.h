@@ -43,18 +43,18 @@ class Shard {
   void close_below(std::int64_t end);
 
   // Copies the values, as some number of whole updates left them, unless their version is `known`. Returns their
-  // version, which is new with each change; no other shard has the same, also of a server that is started again. Never
-  // kNoVersion.
+  // version, which is new with each change. No other shard has this version, also on a server that is started again.
+  // Never kNoVersion.
   static constexpr std::int64_t kNoVersion = 0;
   std::int64_t read(std::byte* values, std::int64_t known = kNoVersion) const;
 
   // Replaces the values. Optimizer state and the steps that were applied stay.
   void write(const std::byte* values);
 
-  // How many steps were applied.
+  // The number of steps that were applied.
   std::int64_t steps() const;
 
-  // What a checkpoint keeps of it.
+  // A checkpoint keeps this of the shard.
   struct State {
     std::vector<std::byte> values;
     std::vector<std::vector<std::byte>> optimizer = {};  // by the rule's states()
@@ -73,8 +73,8 @@ class Shard {
   // are others; then nothing has changed.
   void restore(const State& state, std::int64_t end);
 
-  // Everything but a cut, for a shard of the same kind on another server: of a copy, so that it may be read meanwhile.
-  // What `receive` has begun to replace is not whole if it throws.
+  // Send everything but a cut to a shard of this kind on another server. `send` sends a copy, so that the shard may be
+  // read meanwhile. Where `receive` throws, what it has begun to replace is not whole.
   void send(StateWriter& to) const;
   void receive(StateReader& from);
 

@@ -1,4 +1,4 @@
-// Which server has which rows of which variable.
+// The servers of the rows of variables.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct ShardPlace {
   int server = 0;
 };
 
-// The same in rows, as checkpoints name them. A scalar has one row.
+// A ShardPlace in rows, as checkpoints name them. A scalar has one row.
 struct ShardRows {
   std::string variable;
   std::int64_t begin = 0, end = 0;
@@ -39,8 +39,8 @@ struct ShardRows {
 ShardRows rows_of(const std::vector<VariableSpec>& variables, const ShardPlace& place);
 std::vector<std::string> names_of_states(const Optimizer& optimizer);
 
-// Cuts the variables by `partitioner` (null: one shard each) and gives the largest shards first, each to the server
-// with the fewest bytes, of those to the first. The result is in the order of variables and rows, and depends on the
+// Cuts the variables by `partitioner` (null: one shard each). Gives the largest shards first, each to the server with
+// the fewest bytes, the first where several have. The result is in the order of variables and rows, and depends on the
 // arguments alone. Throws InvalidArgument without a server, and, naming the variable, where the partitioner returns
 // what it may not.
 std::vector<ShardPlace> place_shards(const std::vector<VariableSpec>& variables, const Partitioner& partitioner,

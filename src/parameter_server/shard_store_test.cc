@@ -33,7 +33,7 @@ class Servers {
 
   ShardStore& store(int server) { return *stores_[static_cast<std::size_t>(server)]; }
 
-  // To all servers, one after the other.
+  // Pushes to all servers, one after the other.
   void push(Push push, const Values& gradient) {
     const auto memory = std::make_shared<const Values>(gradient);
     for (int server = 0; server < static_cast<int>(stores_.size()); ++server) {
@@ -150,7 +150,7 @@ TEST(ShardStore, APartThatIsNotNeededOrRepeatedIsDropped) {
   EXPECT_EQ(servers.values(), Values(kElements, -3));
 }
 
-// Of the batch that was divided, one part had no examples, and one has no gradient for the bias.
+// One part of the divided batch had no examples, and one has no gradient for the bias.
 TEST(ShardStore, PartsWithoutGradientsCountWithTheirWeights) {
   Servers servers(1, SGD({.learning_rate = 1}), {.parts = 3, .needed = 3});
   const Values gradient(kElements, 6);
@@ -195,7 +195,7 @@ void receive(ShardStore& store, std::span<const std::byte> bytes) {
   EXPECT_TRUE(bytes.empty());
 }
 
-// In the middle of a step of two parts, after a step that was given up and one that another chief gave out.
+// The state is in the middle of a step of two parts, after a step given up and one that another chief gave out.
 TEST(ShardStore, AServerThatReceivesAnothersStateGoesOnAsThatOne) {
   const UpdateMode mode{.parts = 2, .needed = 2};
   const Adam adam({.learning_rate = 0.1, .amsgrad = true});
@@ -268,7 +268,7 @@ TEST(ShardStore, ACheckpointIsRestoredByOtherServersBitForBit) {
   }
   EXPECT_EQ(restored.values(), saved.values());
 
-  // A checkpoint in one file is restored likewise.
+  // A checkpoint in one file is restored as several are.
   write_archive(folder + "/whole", archive.whole());
   checkpoint::ShardedArchive whole(folder + "/whole");
   EXPECT_EQ(whole.main().tensor("kernel").shape, (std::vector<std::int64_t>{4, 3}));

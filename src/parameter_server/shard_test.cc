@@ -163,7 +163,7 @@ TEST(Shard, ACutHasTheStepsBeforeItAndNoOthers) {
   EXPECT_TRUE(apply(restored, 4, {{-16}}));
   EXPECT_FALSE(shard.take_cut(4));  // it was taken
 
-  // Of steps that nobody computes: they come no more.
+  // These steps come no more: nobody computes them.
   shard.cut(9);
   EXPECT_TRUE(shard.take_cut(8));
   EXPECT_FALSE(apply(shard, 7, {{-128}}));

@@ -40,7 +40,7 @@ std::shared_ptr<SharedBlock> SharedBlock::open(const Handle& handle) {
   const auto path = text("/proc/", handle.process, "/fd/", handle.descriptor);
   FileDescriptor file(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK));
   struct stat status {};
-  // What cannot shrink is a memory file, whose bytes stay valid once they are mapped.
+  // A file that cannot shrink is a memory file, whose bytes stay valid once they are mapped.
   if (!file.open() || !transport::cannot_shrink(file.get()) || fstat(file.get(), &status) != 0 ||
       static_cast<std::uint64_t>(status.st_size) != handle.bytes + kNonce) {
     return nullptr;

@@ -10,12 +10,12 @@
 
 namespace lockstep::parameter_server {
 
-// It is a memory file, which the other process opens through this one's entry in /proc; so both belong to one user, and
-// nothing is left of it when both have ended. Any thread.
+// A memory file, which the other process opens through this one's entry in /proc. So both belong to one user, and
+// nothing is left of the file when both have ended. Any thread.
 class SharedBlock {
  public:
-  // By what another process finds it. `nonce`: random bytes behind the block, by which the finder knows that it has
-  // opened this one, and not that of a process with the same number on another host.
+  // Another process finds the block by this. `nonce`: random bytes after the block, by which the finder knows that it
+  // has opened this one, and not that of a process with this number on another host.
   struct Handle {
     std::int64_t process = 0, descriptor = 0;
     std::uint64_t bytes = 0;
@@ -36,7 +36,7 @@ class SharedBlock {
   std::byte* begin() const { return begin_; }
   std::size_t bytes() const { return bytes_; }
 
-  // Where these bytes begin in it; -1 where they are not in it.
+  // Returns where these bytes begin in the block; -1 where they are outside.
   std::int64_t offset_of(const void* data, std::size_t bytes) const;
 
   // The bytes at an offset; null where they are not in it.

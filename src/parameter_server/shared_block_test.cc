@@ -36,7 +36,7 @@ TEST(SharedBlock, AnotherFileIsNone) {
   const auto mine = SharedBlock::make(100);
   auto handle = mine->handle();
   handle.nonce[3] ^= 1;
-  EXPECT_EQ(SharedBlock::open(handle), nullptr);  // as of a process of the same number on another host
+  EXPECT_EQ(SharedBlock::open(handle), nullptr);  // as of a process with this number on another host
   handle = mine->handle();
   handle.bytes = 200;
   EXPECT_EQ(SharedBlock::open(handle), nullptr);

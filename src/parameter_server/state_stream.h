@@ -1,4 +1,4 @@
-// The state of shards as bytes, which one server sends to another of the same job, and so of the same version.
+// The state of shards as bytes, which one server sends to another of its job, and so of its version.
 #pragma once
 
 #include <cstddef>

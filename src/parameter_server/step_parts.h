@@ -13,15 +13,15 @@ class StepParts {
  public:
   explicit StepParts(int needed) : needed_(needed) {}
 
-  // Once as many parts of a step have come as are needed: these, in the order of parts, until `complete` is called for
-  // the step; else null. A part that is there already, and one of a complete step, is dropped.
+  // Returns the parts of a step once as many as are needed have come, in the order of parts, until `complete` is called
+  // for the step; else null. Drops a part that is there already, and one of a complete step.
   const std::vector<Push>* add(Push push);
   void complete(std::int64_t step);
 
   // All steps below `end` are complete, whatever parts of them have come.
   void complete_below(std::int64_t end);
 
-  // For a server with the same shards.
+  // Send the parts to a server with the same shards.
   void send(const PushSizes& sizes, StateWriter& to) const;
   void receive(const PushSizes& sizes, StateReader& from);
 

@@ -28,7 +28,7 @@ void StepQueue::close() {
   changed_.notify_all();
 }
 
-// The results of those steps that have not finished.
+// Cancels the results of the steps from `step` on that have not finished.
 void StepQueue::cancel_from(std::int64_t step) {
   for (auto pending = pending_.lower_bound(step); pending != pending_.end(); pending = pending_.erase(pending)) {
     pending->second.result->state = StepResult::State::cancelled;
@@ -55,7 +55,7 @@ void StepQueue::fail(const std::string& why) {
   if (open_) note_failure(why);
 }
 
-// Of the steps that have not finished those remain that a worker has begun.
+// Cancels the steps that no worker has begun.
 void StepQueue::note_failure(const std::string& why) {
   if (!failure_) failure_ = why;
   const auto begun = schedule_.end_of_begun();

@@ -1,4 +1,4 @@
-// Steps that a program schedules by name, and workers compute: what is behind a ClusterCoordinator, on the chief.
+// Steps that a program schedules by name, and workers compute: the chief's part of a ClusterCoordinator.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace lockstep::parameter_server {
 
-// What became of a step. Guarded by the mutex of its queue.
+// The result of a step. Guarded by the mutex of its queue.
 struct StepResult {
   enum class State { pending, done, failed, cancelled } state = State::pending;
   std::string text;  // done: what the step returned; failed: why
@@ -39,13 +39,13 @@ class StepQueue {
   std::shared_ptr<StepResult> schedule(std::string name, std::string arguments, double timeout);
   static constexpr std::size_t kMostPending = 256;
 
-  // Waits until all have finished. Where one failed since the last time that this threw: the steps that no worker had
-  // begun are cancelled, and it throws Error with the first failure.
+  // Waits until all have finished. Where one has failed since this last threw, cancels the steps that no worker had
+  // begun, and throws Error with the first failure.
   void join(double timeout);
   bool done();
   std::int64_t finished();  // steps
 
-  // For checkpoints: the number behind the last step. Throws InvalidArgument where one has not finished.
+  // For checkpoints: the number after the last step. Throws InvalidArgument where one has not finished.
   std::int64_t end_of_finished();
 
   // Steps are numbered from `step` on, if that is not below end_of_finished(), which throws.
@@ -54,7 +54,7 @@ class StepQueue {
   // `join` and `schedule` throw Error with `why`, while the queue is open.
   void fail(const std::string& why);
 
-  // What the step returned: waits for it. Throws Error with the step's own, and Aborted where it was cancelled.
+  // Waits for the step and returns its output. Throws Error with the step's own, and Aborted where it was cancelled.
   std::string fetch(const StepResult& result, double timeout);
 
   // --- for workers, as ChiefService's

@@ -1,4 +1,4 @@
-// Which worker computes what, and what is done.
+// The tasks of each worker, and the steps that are done.
 #pragma once
 
 #include <cstdint>
@@ -29,18 +29,18 @@ class StepSchedule {
   // InvalidArgument where one was finished.
   void end_before(std::int64_t step);
 
-  // Behind the last step that a worker ever had, but for those that were taken back.
+  // The number after the last step that a worker ever had, but for those that were taken back.
   std::int64_t end_of_begun() const { return end_of_given_; }
 
-  // Whether the worker has the task.
+  // True where the worker has the task.
   bool has(int worker, Task task) const;
 
   // Gives up all steps that have not finished. No number that a worker ever had is given out again: a server may have
   // applied it.
   void abandon();
 
-  // What the worker computes next: what it has already, or the first task that nobody has; nothing where there is none,
-  // or it must wait for others. Without `may_begin` only tasks of steps of which a worker has had one.
+  // Returns the worker's next task: the one it has, or the first that nobody has; nothing where there is none, or it
+  // must wait for others. Without `may_begin` only tasks of steps of which a worker has had one.
   std::optional<Task> next(int worker, bool may_begin = true);
 
   // The worker's pushes of the task are acknowledged by all servers. Whether it is finished by that: then the worker's
@@ -65,15 +65,15 @@ class StepSchedule {
   bool must_wait(int worker) const;
   bool is_finished(Task task) const;
   bool is_given(Task task) const;
-  std::int64_t end_of_open_steps() const;  // behind the last one that may be computed now
+  std::int64_t end_of_open_steps() const;  // after the last one that may be computed now
   std::optional<Task> first_free() const;
 
   UpdateMode mode_;
   std::int64_t scheduled_ = 0;
-  std::int64_t end_of_given_ = 0;  // behind the last step that a worker ever had
+  std::int64_t end_of_given_ = 0;  // after the last step that a worker ever had
   AppliedSteps finished_;
   std::set<int> finished_parts_;          // of the step that is computed together
-  std::map<int, Task> given_;             // [worker]: no two have the same
+  std::map<int, Task> given_;             // [worker]: all differ
   std::map<std::int64_t, int> tries_;     // [step]: that reached some servers only
   std::map<int, std::int64_t> steps_by_;  // [worker]: finished, counted from the slowest's number when it joined
 };

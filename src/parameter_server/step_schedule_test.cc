@@ -36,7 +36,7 @@ TEST(StepSchedule, ALostWorkersStepIsGivenToTheNext) {
   schedule.lose(0);
   EXPECT_EQ(schedule.next(2), (Task{0}));
   EXPECT_TRUE(schedule.finish(0, {0}));   // it was only slow
-  EXPECT_FALSE(schedule.finish(2, {0}));  // the same again
+  EXPECT_FALSE(schedule.finish(2, {0}));  // once more
   EXPECT_EQ(schedule.next(2), (Task{2}));
 }
 
@@ -119,7 +119,7 @@ class Simulation {
     schedule_.add(kSteps);
   }
 
-  // Whether all steps were finished.
+  // Returns true where all steps were finished.
   bool run() {
     for (int events = 0; events < 20'000 && !schedule_.all_finished(); ++events) {
       const auto worker = random_() % workers_.size();

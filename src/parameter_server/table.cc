@@ -37,10 +37,10 @@ class RowRandom {
  public:
   RowRandom(std::uint64_t seed, std::int64_t id) : state_(mix(seed, id)) {}
 
-  // In [0, 1), with the 53 bits of a double.
+  // Returns a number in [0, 1), with the 53 bits of a double.
   double uniform() { return static_cast<double>(mix(state_++) >> 11) * 0x1p-53; }
 
-  // By Box and Muller (1958).
+  // Box and Muller (1958).
   double normal() {
     const double radius = std::sqrt(-2 * std::log(1 - uniform()));
     return radius * std::cos(2 * std::numbers::pi * uniform());

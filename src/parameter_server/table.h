@@ -33,10 +33,10 @@ void check(const TableSpec& table);
 // Throws InvalidArgument, naming table and id, for one that is out of range.
 void check_ids(const TableSpec& table, std::span<const std::int64_t> ids);
 
-// Which of the servers has the row: a hash of its id, so that frequent ids are spread whatever their pattern.
+// The server that has the row: a hash of its id, so that frequent ids are spread whatever their pattern.
 int server_of_row(std::int64_t id, int servers);
 
-// Where the rows of each server end, in ids that are ordered by server_of_row. Throws Error where they are not.
+// Returns where each server's rows end, in ids that are ordered by server_of_row. Throws Error where they are not.
 std::vector<std::size_t> ends_of_servers(std::span<const std::int64_t> ids, int servers);
 
 // Writes `table.width` elements.
@@ -48,8 +48,8 @@ struct Rows {
   const std::byte* values = nullptr;
 };
 
-// The sums of rows with the same id. The parts' ids, and so the result's, are ordered by server_of_row, and further as
-// they first appear; each sum is added up in the order of `parts`.
+// The sums of rows with equal ids. The parts' ids, and so the result's, are ordered by server_of_row, and then as they
+// first appear. Each sum is added up in the order of `parts`.
 class SumOfRows {
  public:
   SumOfRows(const TableSpec& table, std::span<const Rows> parts, int servers = 1);

@@ -137,7 +137,7 @@ class TableReader {
   std::size_t rows_ = 0;
 };
 
-// Those that have rows of the server: with as many servers as wrote them its own, else all.
+// Returns the files that have rows of the server: with as many servers as wrote them its own, else all.
 std::vector<std::filesystem::path> files_for(ServerNumber server, const checkpoint::ShardedArchive& archive) {
   const auto servers = archive.main().integer(checkpoint::kTablesServers);
   const auto folder =

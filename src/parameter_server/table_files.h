@@ -15,7 +15,7 @@
 
 namespace lockstep::parameter_server {
 
-// Of several servers one.
+// One of several servers.
 struct ServerNumber {
   int index = 0, count = 1;
 };

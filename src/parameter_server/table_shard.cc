@@ -117,7 +117,7 @@ void TableShard::update_live(const Rows& gradients, const UpdateStep& step, doub
   }
 }
 
-// After update_live, by which all rows are in `changed` or absent.
+// Called after update_live, by which all rows are in `changed` or absent.
 void TableShard::update_cut(const Rows& gradients, const UpdateStep& step, double divide_by) {
   std::vector<Record> found;
   for (const auto& block : blocks_of(gradients)) {
@@ -178,7 +178,7 @@ void TableShard::initialize(std::int64_t id, Record record) const {
   record.last_update() = 0;
 }
 
-// Counts updates of rows that have not been admitted. Those that come too rarely are forgotten with the old counts.
+// Counts updates of rows that have not been admitted. Rows that come too rarely are forgotten with the old counts.
 bool TableShard::admits(std::int64_t id) {
   if (table_.admit_after <= 1) return true;
   const auto* const old = old_counts_.find(id);

@@ -16,10 +16,10 @@
 
 namespace lockstep::parameter_server {
 
-// Rows are made by their first update, so that memory is needed for those alone that have been trained; any other row
-// reads as its initial values. A step moves the rows for which it has gradients, and their state; all other rows stay
-// as they are, state included (as LazyAdam of TensorFlow Addons), but for what the optimizer computes of the number of
-// steps, which is the table's. Row admission and eviction follow Monolith (Liu et al. 2022). Any thread may call.
+// Rows are made by their first update, so that only trained rows need memory; any other row reads as its initial
+// values. A step moves the rows for which it has gradients, and their state; other rows and their state stay (as
+// LazyAdam of TensorFlow Addons). The number of steps, by which the optimizer computes, is the table's. Row admission
+// and eviction follow Monolith (Liu et al. 2022). Any thread may call.
 class TableShard {
  public:
   // Throws InvalidArgument as check(table) and require_shardable.
@@ -40,14 +40,14 @@ class TableShard {
   std::size_t size() const;      // rows that it has
   std::int64_t version() const;  // steps that were applied
 
-  // What a checkpoint has of a row: the number of its last update, and its values and states, in this order.
+  // A checkpoint has this of a row: the number of its last update, and its values and states, in this order.
   struct StoredRow {
     std::int64_t id = 0;
     std::int64_t last_update = 0;
     const std::byte* data = nullptr;
   };
 
-  // As Shard's, for a checkpoint that is written while rows are updated: what later steps change is kept apart.
+  // As Shard's. For a checkpoint that is written while rows are updated: rows that later steps change are copied.
   void cut(std::int64_t end);
 
   // A cut whose rows are final.
@@ -59,8 +59,8 @@ class TableShard {
   // No other step below `end` is applied from now on: as Shard::take_cut. Nothing where there was no cut.
   std::optional<ClosedCut> close_cut(std::int64_t end);
 
-  // Calls act for each row of the cut, in the same order at each call. The lock is held for about a megabyte of rows at
-  // a time; between these, rows are updated. Throws Error where another cut has come since.
+  // Calls act for each row of the cut, in one order at each call. The lock is held for about a megabyte of rows at a
+  // time; in between, rows are updated. Throws Error where another cut has come since.
   void for_each(const ClosedCut& cut, const std::function<void(const StoredRow& row)>& act) const;
   void end_cut(const ClosedCut& cut);
 

@@ -52,8 +52,8 @@ class TwoCopies final : public ServerConnection {
   }
 
  private:
-  // Calls act(copy) for both until the last transfer before it was the same one. Then each server that gets its state
-  // from the other later gets the change with it. Throws IncompleteUpdate where one of them has the change.
+  // Calls act(copy) for both until both name one transfer as the last before the change. Then a server that later gets
+  // its state from the other gets the change too. Throws IncompleteUpdate where one of them has the change.
   template <class Act>
   std::int64_t change(const Act& act, Deadline deadline) const {
     while (true) {

@@ -33,7 +33,7 @@ class Server final : public ConnectionInProcess {
     return value;
   }
 
-  // It is started again, and gets its state from the other server.
+  // Starts the server again, with the state of the other server.
   void restart(Server& other, std::int64_t transfer) {
     std::vector<std::byte> bytes;
     StateWriter writer([&](std::span<const std::byte> data) { bytes.insert(bytes.end(), data.begin(), data.end()); });
@@ -120,7 +120,7 @@ TEST_F(TwoCopies, AnUpdateThatBothHadIsNotMadeTwice) {
   expect(2);
 }
 
-// As with a push: the state that the lost server gets does not have the values yet.
+// The state that the lost server gets does not have the values yet, as with a push.
 TEST_F(TwoCopies, ValuesThatTheLostServerAloneHadAreWrittenAgain) {
   for (auto [lost, other] : {std::pair(first_, second_), std::pair(second_, first_)}) {
     std::atomic<bool> acknowledged = false;

@@ -1,13 +1,13 @@
-// When gradients become updates.
+// The times at which gradients become updates.
 #pragma once
 
 namespace lockstep::parameter_server {
 
 // Asynchronous unless set: each step is computed by one worker, and workers do not wait for each other.
 struct UpdateMode {
-  // Above 1, all workers compute a step together, each a part of its batch, and the next step begins when it is
-  // applied (synchronous). Of the parts, the first `needed` to come make the update: with fewer than `parts`, there are
-  // spare workers (Chen et al., "Revisiting distributed synchronous SGD", 2016).
+  // Above 1, workers compute a step together, each a part of its batch; the next step begins when the step is applied
+  // (synchronous). The first `needed` of the parts to come make the update. With fewer than `parts`, there are spare
+  // workers (Chen et al., "Revisiting distributed synchronous SGD", 2016).
   int parts = 1;
   int needed = 1;
 

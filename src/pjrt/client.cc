@@ -61,7 +61,7 @@ PJRT_Error* get_value(PJRT_KeyValueGetCallback_Args* args) {
   }
 }
 
-// Of the store's answer to a call that does not wait for a key.
+// The deadline of the store's answer to a call that does not wait for a key.
 Deadline of_answer() { return Deadline::after(std::chrono::seconds(60)); }
 
 PJRT_Error* try_to_get_value(PJRT_KeyValueTryGetCallback_Args* args) {

@@ -17,7 +17,7 @@
 
 namespace lockstep::pjrt {
 
-// What the plugin documents, such as {"cpu_device_count", 8}.
+// Options that the plugin documents, such as {"cpu_device_count", 8}.
 using Options = std::vector<std::pair<std::string, std::variant<std::string, std::int64_t, bool, float>>>;
 
 struct Device {
@@ -85,8 +85,8 @@ class Client : public std::enable_shared_from_this<Client> {
   // Among others, whose values the plugin waits for.
   bool has_other_processes() const { return store_.has_value(); }
 
-  // One of them has failed: waiting for what it has not told yet fails with `reason`, and the plugin may not be used
-  // with others any more.
+  // Says that another process has failed: waiting for values that it has not told fails with `reason`. The plugin may
+  // not be used with others any more.
   void fail_waiters(const std::string& reason) const;
 
   std::string failure() const;  // that reason; empty: none has failed

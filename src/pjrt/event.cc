@@ -10,7 +10,7 @@
 namespace lockstep::pjrt {
 namespace {
 
-// How much work has not ended, as the plugin tells at any time, also after the waiting thread has given up.
+// Counts work that has not ended. The plugin tells at any time, also after the waiting thread has given up.
 class Unfinished {
  public:
   Unfinished(const Plugin& plugin, std::shared_ptr<const void> used) : plugin_(plugin), used_(std::move(used)) {}

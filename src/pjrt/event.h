@@ -12,7 +12,7 @@
 
 namespace lockstep::pjrt {
 
-// What a DeadlineExceeded of waiting for devices says beside.
+// The end of the text of a DeadlineExceeded of waiting for devices.
 inline constexpr const char* kNoAnswer = ": the device has not answered";
 
 // Moves. The work goes on when the Event is gone. One thread at a time waits.
@@ -24,14 +24,14 @@ class Event {
   // ended by then. `used`: what the work uses, which is kept until it ends, also after that.
   void wait(Deadline deadline, const std::string& what, std::shared_ptr<const void> used = nullptr) const;
 
-  // For work on several devices, which may wait for each other: where it has failed on one, the others have the time
-  // `after_failure` to end. Throws the first failure as `wait` does, DeadlineExceeded where none has failed, and what
-  // `check` throws, which is called about ten times a second until there is a failure.
+  // Waits for work on several devices, which may wait for each other. Where one has failed, the others have the time
+  // `after_failure` to end. Throws the first failure as `wait` does, and DeadlineExceeded where none has failed. Also
+  // throws what `check` throws, which is called about ten times a second until there is a failure.
   static void wait_for_all(const std::vector<Event>& events, Deadline deadline,
                            std::chrono::duration<double> after_failure, const std::string& what,
                            const std::function<void()>& check = {});
 
-  // Whether the work has ended, as far as the plugin tells.
+  // True where the work has ended, as far as the plugin tells.
   bool has_ended() const noexcept;
 
  private:

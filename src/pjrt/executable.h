@@ -11,7 +11,7 @@ struct CompileOptions {
   std::vector<std::pair<std::string, bool>> switches = {};  // of XLA's debug options (xla.proto), such as xla_cpu_...
 };
 
-// Of one device, in bytes, as the compiler reckons.
+// Memory of one device, in bytes, as the compiler reckons.
 struct MemoryNeeds {
   std::int64_t arguments = 0, outputs = 0, aliased = 0, temporary = 0, code = 0;
 
@@ -19,7 +19,7 @@ struct MemoryNeeds {
   std::int64_t total() const { return arguments + outputs - aliased + temporary + code; }
 };
 
-// What a compiler made of a program.
+// A program as a compiler made it.
 class Program {
  public:
   Program(const Plugin& plugin, PJRT_Executable* executable);  // frees it
@@ -28,7 +28,7 @@ class Program {
   MemoryNeeds memory() const;
   double flops() const;  // of one run on one device; 0 where the plugin does not say
 
-  // What Executable::load takes, of the same plugin's version.
+  // Returns text for Executable::load of a plugin of this version.
   std::string serialize() const;
 
  private:
@@ -62,8 +62,8 @@ class Executable {
   };
 
   // Begins a run with arguments[replica][i]. Arguments that the program marks as aliased (tf.aliasing_output) may not
-  // be used any more. `launch`: with several processes a number that is the same in all for the same run, and another
-  // for others, so that their plugins notice runs that were begun in another order; 0: none. Throws DeviceError, or
+  // be used any more. `launch`: with several processes a number that is equal on all for one run, and differs between
+  // runs. By it their plugins notice runs that were begun in another order; 0: none. Throws DeviceError, or
   // InvalidArgument where there are not as many lists as devices.
   Run run(const std::vector<std::vector<const Buffer*>>& arguments, int launch = 0) const;
 

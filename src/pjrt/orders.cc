@@ -1,4 +1,4 @@
-// Which order of dimensions values are computed in.
+// The order of dimensions in which values are computed.
 #include <algorithm>
 #include <numeric>
 
@@ -27,8 +27,8 @@ void ProgramText::write_used(const std::vector<Value>& values) {
   }
 }
 
-// A product that was not used yet, with the dimensions of its two factors in the other order: the product of the two in
-// the other order. Gradients of weights come so: LibTorch transposes what it multiplies.
+// Returns x, a product that was not used yet, with the dimensions of its two factors in the other order: the product of
+// the factors in the other order. Gradients of weights need this: LibTorch transposes what it multiplies.
 std::optional<Value> ProgramText::transposed_product(const Value& x, const Dimensions& permutation) {
   const auto found = products_.find(x.name);
   if (found == products_.end() || !not_written_.contains(x.name)) return std::nullopt;

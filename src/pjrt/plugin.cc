@@ -20,7 +20,7 @@ constexpr const char* kHowToGetOne =
     "on a Cloud TPU VM, `pip install libtpu` and set PJRT_PLUGIN_LIBRARY_PATH to the libtpu.so that it installs; for "
     "other devices, to theirs";
 
-// The parts of the API up to its last function that is called here; what newer headers have behind it is not used.
+// The API's size up to its last function that is called here; what newer headers have after it is not used.
 constexpr std::size_t kLeastApiSize = PJRT_STRUCT_SIZE(PJRT_Api, PJRT_Executable_GetCompiledMemoryStats);
 
 const PJRT_Api& api_of(const std::string& path) {
@@ -60,7 +60,7 @@ std::string describe(const PJRT_Api& api, PJRT_Error* error) {
   return text(said, " (", known ? kCodes[static_cast<std::size_t>(code.code)] : "an unknown error", ")");
 }
 
-// Whether the kernel shows a TPU's chips, which are /dev/accel0 or /dev/vfio/0.
+// True where the kernel shows a TPU's chips, which are /dev/accel0 or /dev/vfio/0.
 bool shows_a_tpu() {
   for (const char* const path : {"/dev/accel0", "/dev/vfio/0"})
     if (access(path, F_OK) == 0) return true;
@@ -75,7 +75,7 @@ const Plugin& Plugin::load(const std::string& path) {
   const MutexLock lock(mutex);
   auto& plugin = loaded[path];
   if (!plugin) {
-    // Where there is none, libtpu asks Google's metadata server for one, for many minutes, unless it is told not to.
+    // Without a TPU libtpu asks Google's metadata server for one, for many minutes, unless it is told not to.
     if (!shows_a_tpu()) setenv("TPU_SKIP_MDS_QUERY", "1", 0);
     std::unique_ptr<const Plugin> made(new Plugin(path, api_of(path)));
     PJRT_Plugin_Initialize_Args args{.struct_size = PJRT_Plugin_Initialize_Args_STRUCT_SIZE};

@@ -11,8 +11,8 @@ namespace lockstep::pjrt {
 // Loaded once, and never unloaded: plugins have threads of their own. Any thread may call.
 class Plugin {
  public:
-  // `path`: of the library; a name without a slash is searched for as dlopen does. The same path gives the same Plugin.
-  // Throws DeviceError where there is no such library, it is no plugin, or it does not have the API of our header.
+  // `path`: of the library; a name without a slash is searched for as dlopen does. One path gives one Plugin. Throws
+  // DeviceError where there is no such library, it is no plugin, or it does not have the API of our header.
   static const Plugin& load(const std::string& path);
 
   const std::string& path() const { return path_; }

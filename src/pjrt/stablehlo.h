@@ -16,7 +16,7 @@
 
 namespace lockstep::pjrt {
 
-// What an operation of a ProgramText gives, or an argument of it.
+// A result of an operation of a ProgramText, or an argument of the program.
 struct Value {
   std::string name;  // "%5"
   Shape shape;
@@ -41,7 +41,7 @@ class ProgramText {
   // One operation with one result. `attributes`: what stands in braces; `region`: what stands between the two.
   Value add(std::string_view operation, const std::vector<Value>& operands, const Shape& result,
             const std::string& attributes = "", const std::string& region = "");
-  // The same with several results.
+  // One operation with several results.
   std::vector<Value> add(std::string_view operation, const std::vector<Value>& operands,
                          const std::vector<Shape>& results, const std::string& attributes = "",
                          const std::string& region = "");
@@ -55,13 +55,13 @@ class ProgramText {
   // The elements in row-major order.
   Value array(const void* data, const Shape& shape);
 
-  // One operation on each element of the operands, which have the result's sizes. Where some are transposed, what they
-  // were transposed from is computed with where it can be, and the result is transposed: so that a chain of such
-  // operations has the order of dimensions in which its values lie, and layouts do not change within it.
+  // One operation on each element of the operands, which have the result's sizes. Where some are transposed and it can
+  // be, the operation is computed with their sources, and the result is transposed. So a chain of such operations keeps
+  // one order of dimensions, and layouts do not change within it.
   Value elementwise(std::string_view operation, const std::vector<Value>& operands, DType dtype,
                     const std::string& attributes = "");
 
-  // What these do is in StableHLO's specification.
+  // StableHLO's specification says what these do.
   Value unary(std::string_view operation, const Value& x) { return elementwise(operation, {x}, x.shape.dtype); }
   Value binary(std::string_view operation, const Value& a, const Value& b) {
     return elementwise(operation, {a, b}, a.shape.dtype);
@@ -73,7 +73,7 @@ class ProgramText {
   // Dimension i of the result is dimension permutation[i] of x. Written where the result is first used.
   Value transpose(const Value& x, const std::vector<std::int64_t>& permutation);
 
-  // What x was transposed from, and how; x itself where it was not.
+  // The value from which x was transposed, and how; x itself where it was not.
   struct Order {
     Value source;
     std::vector<std::int64_t> permutation;
@@ -87,23 +87,23 @@ class ProgramText {
   Value pad(const Value& x, double with, const std::vector<std::int64_t>& low, const std::vector<std::int64_t>& high,
             const std::vector<std::int64_t>& between);
   Value concatenate(const std::vector<Value>& parts, std::int64_t dimension);
-  // By "stablehlo.add", "stablehlo.maximum", ... from the scalar `initial` on; the dimensions vanish.
+  // Reduces by "stablehlo.add", "stablehlo.maximum", ... from the scalar `initial` on; the dimensions vanish.
   Value reduce(std::string_view operation, const Value& x, const Value& initial,
                const std::vector<std::int64_t>& dimensions);
   // Contracts and batches the named dimensions. The result's: batches, then what is left of a, then of b.
   Value dot(const Value& a, const Value& b, const std::vector<std::int64_t>& contract_a,
             const std::vector<std::int64_t>& contract_b, const std::vector<std::int64_t>& batch_a = {},
             const std::vector<std::int64_t>& batch_b = {});
-  // Of values of one dtype, together.
+  // Reduces values of one dtype together.
   std::vector<Value> all_reduce(std::string_view operation, const std::vector<Value>& values, int replicas);
   Value all_gather(const Value& x, std::int64_t dimension, int replicas);
 
   // The whole program. aliases: argument i becomes output j, whose memory it gives.
   std::string finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases, int replicas);
 
-  // The same of a program that makes `steps` steps, one after the other, each of which is what was written. Arguments
-  // that `stacked` names are [steps, ...], and so are outputs that are no aliases. An alias's output in one step is its
-  // argument in the next one. In file steps_text.cc.
+  // Returns a program that makes the written step `steps.count` times, one after the other. Arguments that `stacked`
+  // names are [steps, ...], and so are outputs that are no aliases. An alias's output in one step is its argument in
+  // the next one. In file steps_text.cc.
   struct Steps {
     int count = 1;
     std::vector<bool> stacked;  // [argument]
@@ -127,7 +127,7 @@ class ProgramText {
   // A value again, with dimension permutation[i] in place i.
   using Again = std::function<Value(ProgramText& program, const Dimensions& permutation)>;
 
-  // What is written where it is first used: transposed values, and products without batches.
+  // Writes what is written only where it is first used: transposed values, and products without batches.
   void write_used(const std::vector<Value>& values);
   // name: of the results in common.
   void write(const std::string& name, const std::vector<Value>& results, std::string_view operation,

@@ -36,7 +36,7 @@ std::string ProgramText::finish(const std::vector<Value>& outputs, const std::ve
   std::vector<int> argument_of(outputs.size(), -1);  // [output that is an alias]
   for (const auto& [from, to] : aliases) argument_of[static_cast<std::size_t>(to)] = from;
 
-  // What the loop carries: the step's number, the program's arguments, and the stacked outputs so far.
+  // The loop carries the step's number, the program's arguments, and the stacked outputs so far.
   ProgramText main;
   std::vector<Value> begin;
   for (std::size_t i = 0; i < arguments_.size(); ++i)

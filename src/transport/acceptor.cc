@@ -14,8 +14,8 @@
 namespace lockstep::transport {
 namespace {
 
-// A process of the job completes the handshake in milliseconds where it gets a core. It has kToProve for it, and only
-// kToBelong where other connections wait for its slot.
+// A process of the job that gets a core completes the handshake in milliseconds. A handshake may take kToProve, and
+// only kToBelong where other connections wait for its slot.
 constexpr std::chrono::seconds kToProve(30), kToBelong(2);
 constexpr std::chrono::milliseconds kToOpen(100);
 
@@ -81,7 +81,7 @@ std::string Acceptor::refuse(const Greeting& theirs) {
   return refuse_(theirs);
 }
 
-// Where there is no room, first asks whether a connection waits for some: else none is turned away.
+// Turns a connection away only where all places are taken and another connection waits for one.
 void Acceptor::take_new() {
   while (proving_.size() < most_ || (one_waits_at(listener_) && make_room())) {
     FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));

@@ -13,8 +13,8 @@
 
 namespace lockstep::transport {
 
-// The most connections at a time whose other ends have not proved that they belong to the job. They are an eighth of
-// this process's descriptors, and at most 256.
+// The most connections at a time whose other ends have not proved that they belong to the job: an eighth of this
+// process's descriptors, and at most 256.
 std::size_t most_that_prove();
 
 // Used by one thread. The number of connections in the handshake is bounded, so that strangers do not use up this
@@ -43,7 +43,7 @@ class Acceptor {
   bool busy() const { return no_descriptors_ || !proving_.empty(); }
   std::vector<Accepted> advance(std::span<const pollfd> polled);
 
-  // For one with nothing else: waits for the next. Throws DeadlineExceeded.
+  // For a caller that waits for nothing else: returns the next connection. Throws DeadlineExceeded.
   Accepted next(Deadline deadline);
 
  private:

@@ -14,7 +14,7 @@
 
 namespace lockstep::transport {
 
-// What sender and receiver must agree on, beside the size; channels compare it and know nothing of its meaning.
+// Sender and receiver must agree on the tag, and on the size. Channels compare tags and do not interpret them.
 using MessageTag = std::array<std::uint64_t, 2>;
 
 struct Outgoing {
@@ -51,8 +51,8 @@ class Channels {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  // Sends and receives all of these, side by side, and returns when the buffers may be used again. Messages of one pair
-  // arrive in order. To oneself nothing is sent. Throws WrongMessage (channels cannot be used any more then), and
+  // Sends and receives all messages, side by side, and returns when the buffers may be used again. Messages of one pair
+  // arrive in order. A rank sends nothing to itself. Throws WrongMessage (channels cannot be used any more then), and
   // raises the failure that comes first.
   virtual void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
                         const char* operation) = 0;

@@ -23,7 +23,7 @@ constexpr std::chrono::milliseconds kForAnswers(300);
 Failure goodbye() { return Failure::aborted(-1, "goodbye"); }
 bool is_goodbye(const Failure& failure) { return failure.reporter < 0; }
 
-// For poll(2): an hour at most.
+// The time to wait in poll(2): an hour at most.
 int milliseconds_to(Deadline deadline) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now());
   return static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, 3'600'000));
@@ -100,7 +100,7 @@ void FailureChannel::wait(std::span<pollfd> channels, std::span<const int> late,
   const auto failure = current_failure();
   if (failure && failure->kind != Failure::Kind::deadline) raise();
   if (failure || deadline.passed()) give_up(late, deadline, operation);
-  // Where a host lost power no channel reports it; the link's keepalive does.
+  // No channel reports that a host lost power; the link's keepalive does.
   const auto silent = [](const pollfd& channel) { return channel.revents == 0; };
   if (!std::all_of(channels.begin(), channels.end(), silent)) return;
   for (const int r : late) {
@@ -113,7 +113,7 @@ void FailureChannel::give_up(std::span<const int> late, Deadline deadline, const
   find_to_blame(late, deadline.waited().count(), operation);
 }
 
-// Tells the others whom this rank waits for, receives the same from them, and blames the awaited ranks that are silent.
+// Tells the others whom this rank waits for, receives their messages, and blames the awaited ranks that are silent.
 void FailureChannel::find_to_blame(std::span<const int> late, double seconds, const char* operation) {
   const auto mine = Failure::deadline(rank_, {late.begin(), late.end()}, seconds, operation);
   record(mine);

@@ -18,7 +18,7 @@ namespace lockstep::transport {
 // One thread at a time waits and checks; any thread may call fail.
 //
 // When a deadline passes, ranks tell each other whom they wait for, and blame the awaited ranks that do not answer. So
-// a rank does not blame a neighbour that itself waits.
+// a rank does not blame a neighbour that itself waits for another one.
 class FailureChannel {
  public:
   // `links[r]`: a connected socket to rank r; closed where r is `rank`. A host that does not answer for
@@ -32,8 +32,7 @@ class FailureChannel {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(links_.size()); }
 
-  // Tells every rank. The first failure is kept; each rank has its own first, which is this one unless two came at
-  // the same time.
+  // Tells every rank. Each rank keeps the first failure that reaches it: this one, unless two came at the same time.
   void fail(const Failure& failure);
 
   // Raises the failure that is kept.
@@ -46,7 +45,7 @@ class FailureChannel {
   // the ranks that are waited for.
   void wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation);
 
-  // The same without waiting: raises the failure that is kept, and DeadlineExceeded.
+  // As wait, but returns at once: raises the failure that is kept, and DeadlineExceeded.
   void check(std::span<const int> late, Deadline deadline, const char* operation) {
     check();
     if (deadline.passed()) give_up(late, deadline, operation);
@@ -62,7 +61,7 @@ class FailureChannel {
   bool alone() const;
   void listen(std::span<pollfd> channels, Deadline deadline);
 
-  // Whether the link to `rank` has ended.
+  // True where the link to `rank` has ended.
   bool gone(int rank) const { return links_[static_cast<std::size_t>(rank)].ended; }
 
   // A channel to `rank` has ended. Waits a moment for a message that says why, and raises PeerLost for who really is

@@ -227,7 +227,7 @@ class Candidate {
   bool silent() const { return open() && end_ != nullptr; }
   pollfd events() const { return {socket_.get(), static_cast<short>(end_ ? POLLIN : POLLOUT), 0}; }
 
-  // After an event: true once it has proved. Throws ClusterError saying what is wrong with it.
+  // Called after an event: true once the other end has proved. Throws ClusterError saying what is wrong.
   bool advance(const Access& access, const Greeting& who) {
     if (end_) return end_->advance();
     if (error_of(socket_) == 0) {
@@ -295,7 +295,7 @@ bool AcceptingEnd::advance(const Access& access, const Greeting& who, const Refu
     has_opened_ = true;
     auto problem = problem_with(theirs, mine);
     const auto here = own_end_of(socket_);
-    // Without a token anybody can make an opening, and the address proves nothing.
+    // Without a token anybody can make an opening, so that the address proves nothing.
     if (problem.empty() && !access.token.empty() && !is_bound(opening.dialled, here, bound_)) {
       mine.rank = bound_ == Bound::to_address ? kElsewhere : kAtOtherPort;
       problem = elsewhere(opening.dialled, print(here), bound_);

@@ -10,8 +10,8 @@
 // the HMAC-SHA-256, under the job's token, of its maker's role, of both greetings and of the address that was dialled.
 // So it is valid for this connection only, and cannot be sent back to its maker. Without a token the key is empty.
 //
-// A process that relays a handshake is dialled at its own address, which the end that accepts does not have. The keys
-// of a session are derived from the same values, and no relay can know them (transport/seal.h).
+// A process that relays a handshake is dialled at its own address, which the end that accepts does not have. A
+// session's keys are derived from these values too, and no relay can know them (transport/seal.h).
 #pragma once
 
 #include <array>
@@ -58,10 +58,10 @@ struct SessionKeys {
   Proof connects{}, accepts{};
 };
 
-// The same with new random numbers.
+// Returns `greeting` with new random numbers.
 Greeting fresh(Greeting greeting);
 
-// What is wrong with the other end's greeting: not ours, or of another version, protocol, group or generation. Empty
+// Says why the other end's greeting is wrong: not ours, or of another version, protocol, group or generation. Empty
 // where nothing is.
 std::string problem_with(const Greeting& theirs, const Greeting& mine);
 
@@ -81,7 +81,7 @@ std::uint64_t secret_number(const Access& access, const std::string& name);
 
 bool equal(const Proof& a, const Proof& b);  // in constant time
 
-// By these ranks in its greeting the accepting end refuses the connecting one. The connecting end is not expected, or
+// Ranks in the accepting end's greeting by which it refuses the connecting end. That end is not expected, or has
 // dialled another address than it may with Bound::to_address, or with Bound::to_port.
 inline constexpr std::int32_t kRefused = -2, kElsewhere = -3, kAtOtherPort = -4;
 
@@ -142,7 +142,7 @@ Connection connect_proved(const std::string& address, const Access& access, cons
 std::optional<std::size_t> first_that_proves(std::span<const std::string> addresses, const Access& access,
                                              const Greeting& who, Deadline deadline, std::string& problem);
 
-// What is wrong with who has connected, besides what problem_with finds; empty where nothing is.
+// Says why the process that has connected is refused, besides what problem_with finds; empty where it is not.
 using Refuse = std::function<std::string(const Greeting&)>;
 
 // The accepting end, which advances as bytes arrive. Used by one thread.

@@ -131,7 +131,7 @@ TEST(Handshake, TheAddressThatWasDialledIsTheOneThatAccepts) {
     EXPECT_TRUE(is_bound(here, here, bound));
     EXPECT_TRUE(is_bound(host, host, bound));
     EXPECT_FALSE(is_bound(host, other_port, bound));  // a relay on the same host
-    EXPECT_FALSE(is_bound(host, here, bound));        // likewise
+    EXPECT_FALSE(is_bound(host, here, bound));        // a relay to this host's loopback address
     EXPECT_FALSE(is_bound(here, host, bound));
     EXPECT_EQ(is_bound(host, other, bound), bound == Bound::to_port);  // a network that translates addresses
   }

@@ -11,7 +11,7 @@
 
 namespace lockstep::transport {
 
-// A message is cut into chunks of at most kChunk bytes; each carries the message's tag and size. The chunks lie behind
+// A message is cut into chunks of at most kChunk bytes; each carries the message's tag and size. The chunks lie after
 // this header.
 struct Mailbox {
   static constexpr std::size_t kChunk = 64 * 1024;
@@ -21,8 +21,8 @@ struct Mailbox {
     alignas(64) std::byte data[kChunk];
   };
 
-  // How many chunks each has: so many that a message of up to 2 MiB is sent before its receiver comes, where few ranks
-  // need the memory. Pages that no message has reached take none.
+  // The number of chunks of a mailbox. With few ranks, a message of up to 2 MiB is sent before its receiver comes.
+  // Pages that no message has reached take no memory.
   static constexpr std::uint32_t chunks_for(int ranks) {
     constexpr std::size_t kAll = std::size_t{64} << 20;
     const auto pairs = static_cast<std::size_t>(ranks) * static_cast<std::size_t>(ranks);

@@ -1,5 +1,5 @@
-// Memory that each rank of a host allocates and all of them can access. It grows as it is used: neither addresses nor
-// bytes of a file are reserved before.
+// Memory that each rank of a host allocates and all of them can access. The memory grows as it is used: neither
+// addresses nor bytes of a file are reserved before.
 #pragma once
 
 #include <array>
@@ -69,7 +69,7 @@ class SharedHeap {
   std::atomic<std::size_t> own_count_ = 0;
   bool refused_ LOCKSTEP_GUARDED_BY(mutex_) = false;  // the warning was logged
 
-  // Of the thread that makes calls.
+  // Only the thread that makes calls uses these.
   std::vector<std::vector<Segment>> others_;  // [rank]
   std::vector<bool> unmappable_;              // [rank]
   std::size_t public_ = 0;                    // so many of its own segments all have mapped

@@ -34,7 +34,7 @@ int listener_named(const std::string& name) {
   return listener;
 }
 
-// What rank 1 says of a rank 0 that is served at `name`.
+// Returns the text that rank 1 gets of a rank 0 that is served at `name`.
 std::string guest_of(const std::string& name) {
   return message_of<ClusterError>([&] {
     rendezvous_in_shared_memory(
@@ -179,7 +179,7 @@ TEST(SharedHeap, PlacesOutsideOfWhatWasGivenOutAreErrors) {
   expect_says(message_of<ClusterError>([&] { pair.one().at(1, 0, 8); }), "rank 1 showed");
 }
 
-// Memory behind the end of a file would end the process that touches it.
+// Memory after the end of a file would end the process that touches it.
 TEST(SharedHeap, ASegmentThatIsNotThereIsNotMapped) {
   Pair pair;
   pair.space->control_block(0).segment_ends[0] = std::size_t{1} << 40;

@@ -20,7 +20,7 @@
 namespace lockstep::transport {
 namespace {
 
-// How long a process may connect and say nothing: it must not keep ranks waiting.
+// A process may connect and say nothing for so long: it must not keep ranks waiting.
 constexpr std::chrono::seconds kForHello(5);
 
 constexpr std::chrono::milliseconds kBetweenCalls(1);
@@ -35,7 +35,7 @@ struct Hello {
   bool same_protocol(const Hello& other) const { return magic == other.magic && version == other.version; }
 };
 
-// What the second message from rank 0 says; the heaps come with it.
+// The second message from rank 0; the heaps come with it.
 struct Heaps {
   std::int32_t count = 0;
 };
@@ -134,8 +134,8 @@ bool same_user(const FileDescriptor& socket) {
   return getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
 }
 
-// A rank must map the layout that it expects: with another size of a staging slot everything behind it would be
-// elsewhere, and an access behind the end of the file raises SIGBUS.
+// Says why a rank cannot map a layout that it does not expect. With another size of a staging slot everything after the
+// slot would be elsewhere, and an access after the end of the file raises SIGBUS.
 std::string problem_with(const SpaceLayout& made, const SpaceLayout& expected,
                          const std::vector<FileDescriptor>& given) {
   if (made.ranks != expected.ranks) return text("it is for ", made.ranks, " ranks, not ", expected.ranks);

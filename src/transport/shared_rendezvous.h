@@ -9,7 +9,7 @@
 
 namespace lockstep::transport {
 
-// Rank 0 makes the memory; `layout` must be equal on all ranks. It hands the memory to processes of the same user, over
+// Rank 0 makes the memory; `layout` must be equal on all ranks. Rank 0 hands the memory to processes of its user, over
 // a Unix socket with a random name in the abstract namespace. Each rank gets a pidfd of every other. Collective.
 // `names` are SpaceMember's. Throws ClusterError, and DeadlineExceeded naming the ranks that did not come.
 struct SharedRendezvous {

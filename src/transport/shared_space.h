@@ -1,7 +1,7 @@
 // Memory that the ranks of one host share, how they wait in it, and how they learn that one of them is gone.
 //
-// Ranks are threads of one process (private memory) or processes (a memfd, which has no name: nothing is left of it
-// when the last of them ended, however it ended).
+// Ranks are threads of one process (private memory) or processes (a memfd). A memfd has no name: the kernel frees it
+// when the last process has ended, in whatever way.
 #pragma once
 
 #include <sys/mman.h>
@@ -38,7 +38,7 @@ struct SpaceLayout {
 
 inline constexpr int kMostRanksOfAHost = 250;
 
-// What every rank has beside its staging slot. `wake_up` is signalled when a mailbox of this rank has changed.
+// Every rank has this beside its staging slot. `wake_up` is signalled when a mailbox of this rank has changed.
 struct alignas(64) ControlBlock {
   static constexpr std::size_t kMostSegments = 64;
 
@@ -46,7 +46,7 @@ struct alignas(64) ControlBlock {
   std::atomic<std::uint32_t> left;
   std::atomic<std::uint32_t> remote_access;  // it reads or writes the others' buffers
 
-  // Of the memory that this rank allocates (shared_heap.h): the number of segments, and where each ends in the file.
+  // The memory that this rank allocates (shared_heap.h): the number of segments, and where each ends in the file.
   // `mapped[r]`: how many of rank r's segments this rank has mapped.
   alignas(64) std::atomic<std::uint32_t> segments;
   std::atomic<std::uint64_t> segment_ends[kMostSegments];
@@ -64,7 +64,7 @@ FileDescriptor make_memory_file();
 bool cannot_shrink(int memfd);
 std::string problem_with_growing(int memfd, std::size_t bytes);
 
-// Why this process cannot share so many bytes under its limits; empty where it can.
+// Says why this process cannot share so many bytes under its limits; empty where it can.
 std::string problem_with_mapping(std::size_t bytes);
 
 // The mapping; shared by all ranks that are threads of one process.
@@ -72,7 +72,7 @@ class SharedSpace {
  public:
   // Private memory.
   explicit SharedSpace(const SpaceLayout& layout) : SharedSpace(layout, -1) {}
-  // The memory behind `memfd`, which may be closed afterwards. Throws IoError.
+  // Maps `memfd`, which may be closed afterwards. Throws IoError.
   SharedSpace(const SpaceLayout& layout, int memfd);
   ~SharedSpace();
   SharedSpace(const SharedSpace&) = delete;
@@ -132,7 +132,7 @@ class SpaceMember {
     }
   }
 
-  // Why a wait for `late` cannot go on: a failure, one of them is gone, or the deadline has passed.
+  // The reason why a wait for `late` cannot go on: a failure, one of them is gone, or the deadline has passed.
   struct Trouble {
     Failure failure;
     int gone = -1;

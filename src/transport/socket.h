@@ -39,7 +39,7 @@ std::string this_network();
 std::string print(const SocketAddress& address);  // as "host:port"
 
 bool has_ipv6();  // of the system, whether or not an interface has such an address
-// Of a numeric address, or "localhost".
+// True for a numeric loopback address, and for "localhost".
 bool is_loopback(const std::string& host);
 
 // "host:port", or "[v6]:port".
@@ -49,7 +49,7 @@ std::string with_port(const std::string& host, int port);
 // it is not a loopback address and `access` has neither a token nor trust.
 FileDescriptor listen_at(const std::string& address, const Access& access);
 
-// The same at a numeric address, v4 or v6, on a port of the system's choosing.
+// Listens at a numeric address, v4 or v6, on a port of the system's choosing; else as listen_at.
 FileDescriptor listen_at_any_port(const std::string& address, const Access& access);
 
 // "host:port" at which a listening socket can be reached.
@@ -67,7 +67,7 @@ int error_of(const FileDescriptor& socket);  // of errno; 0: none
 // Connects once; a closed descriptor where that fails, by the deadline, and `problem` says why.
 FileDescriptor connect_once(const std::string& address, Deadline deadline, std::string& problem);
 
-// Whether a connection can be made; false as soon as it is refused, and at the deadline.
+// True where a connection can be made; false as soon as it is refused, and at the deadline.
 bool answers_at(const std::string& address, Deadline deadline);
 
 // Sends what is written at once and does not wait for more (TCP_NODELAY).

@@ -20,7 +20,7 @@ constexpr std::size_t kMostAtOnce = 1024 * 1024;
 
 }  // namespace
 
-// What goes before each message.
+// Goes before each message.
 //
 //   tag 16 | bytes 8
 struct SocketChannels::Header {

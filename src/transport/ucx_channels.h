@@ -10,7 +10,7 @@ namespace lockstep::transport {
 
 bool ucx_is_built();
 
-// Why there is no UCX here; empty where there is.
+// Says why UCX is not available; empty where it is.
 std::string why_no_ucx();
 
 // Collective. Throws InvalidArgument where this build or this machine has no UCX, ClusterError, and DeadlineExceeded

@@ -29,7 +29,7 @@ int digit(char c) {
   return -1;
 }
 
-// Makes the file whole or not at all: another process may do the same now. False where nothing can be made there.
+// Makes the file whole or not at all: another process may be making the file. False where it cannot be made.
 bool make_token_file(const std::string& path) {
   const auto beside = text(path, ".", random_name());
   const FileDescriptor file(open(beside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
@@ -41,8 +41,8 @@ bool make_token_file(const std::string& path) {
   return made;
 }
 
-// Whether a file that is made in the folder is its maker's alone: not so where a file system has fixed modes, or gives
-// all files to one owner.
+// True where a file that is made in the folder is its maker's alone. False where a file system has fixed modes, or
+// gives all files to one owner.
 bool keeps_modes(const std::string& folder) {
   const auto path = text(folder, "/.lockstep-probe.", random_name());
   const FileDescriptor file(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));

@@ -5,9 +5,8 @@
 
 namespace lockstep::transport {
 
-// The 32 bytes behind `home`/.lockstep/token, which only its owner may read; the file is made if it is not there. Empty
-// where nothing can be kept in `home`. Throws ClusterError, naming the file, where others could have read or written
-// it.
+// Returns the 32 bytes of `home`/.lockstep/token, which only its owner may read, and makes a missing file. Empty where
+// nothing can be kept in `home`. Throws ClusterError, naming the file, where others could have read or written it.
 std::string user_token(const std::string& home);
 
 // The home folder of the user that this process acts for, by the system's list of users, else by HOME; may be empty.

@@ -1,4 +1,4 @@
-// What a Group moves: memory that the caller owns, with an element type. Torch-free.
+// The memory that a Group moves: the caller owns it, and it has an element type. Torch-free.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +38,7 @@ struct ConstBuffer {
   std::size_t bytes() const { return count * size_of(dtype); }
 };
 
-// The same, writable.
+// A ConstBuffer that may also be written.
 struct Buffer {
   void* data = nullptr;
   std::size_t count = 0;
@@ -73,8 +73,8 @@ template <class T>
 concept Element = std::is_same_v<decltype(dtype_of<std::remove_const_t<T>>), const DType>;
 }  // namespace internal
 
-// Of a span, or of a vector or array that outlives it, of float, double, bool or an integer type that DType has: a
-// Buffer, or a ConstBuffer where its elements are const.
+// Returns a Buffer of a span, vector or array, or a ConstBuffer where its elements are const. The memory must outlive
+// the buffer; elements are float, double, bool or an integer type that DType has.
 template <internal::Element T, std::size_t size>
 auto buffer_of(std::span<T, size> values) {
   using To = std::conditional_t<std::is_const_v<T>, ConstBuffer, Buffer>;

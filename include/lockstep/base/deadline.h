@@ -20,7 +20,7 @@ class Deadline {
   Clock::time_point time() const noexcept { return time_; }
   bool passed() const noexcept { return Clock::now() >= time_; }
 
-  // How long a wait that began when this deadline was made has taken by now.
+  // The time since this deadline was made: how long a wait from then on has taken by now.
   std::chrono::duration<double> waited() const noexcept { return Clock::now() - start_; }
 
  private:

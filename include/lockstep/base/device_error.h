@@ -1,4 +1,4 @@
-// What is thrown where a device, or the library that drives it, is not there or has failed. Has the library's own text.
+// Thrown where a device, or the library that drives it, is absent or has failed. Has the library's own text.
 #pragma once
 
 #include "lockstep/base/error.h"

@@ -1,5 +1,5 @@
-// What Lockstep throws. Every exception derives from Error; its text says what was wrong, with the value, and what to
-// do.
+// The exceptions of Lockstep. Every exception derives from Error; its text says what was wrong, with the value, and
+// what to do.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// Where random numbers come from. Torch-free.
+// The source of random numbers. Torch-free.
 //
 // Everything random derives from one seed: initial values, shuffling, and each replica's own numbers in each step. Two
 // runs of a program with the same seed and number of replicas get the same bits, whatever the timing of the threads.
@@ -8,9 +8,9 @@
 
 namespace lockstep {
 
-// Sets the seed and starts its sequence anew, as keras.utils.set_random_seed: initial values, shuffling, map functions
-// and replicas draw from it (torch::randn in a thread of your own from torch::manual_seed). It is 0 until this is
-// called. Any thread may call it, but what other threads draw meanwhile depends on timing.
+// Sets the seed and starts its sequence anew, as keras.utils.set_random_seed. Initial values, shuffling, map functions
+// and replicas draw from it (torch::randn in a thread of your own from torch::manual_seed). The seed is 0 until then.
+// Any thread may call; what other threads draw meanwhile depends on timing.
 void set_random_seed(std::uint64_t seed);
 
 // The next seed of the sequence: each model, data set and loop takes one when it is made.

@@ -1,4 +1,4 @@
-// Which Lockstep this is. Torch-free.
+// The version of this Lockstep. Torch-free.
 #pragma once
 
 namespace lockstep {

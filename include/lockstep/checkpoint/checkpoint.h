@@ -1,8 +1,8 @@
 // Checkpoints on disk, and how a custom loop saves and restores its objects. Torch-free.
 //
 // A checkpoint is one safetensors file: tensors under their names, and text entries in its metadata, with a checksum
-// over the whole file. It is written beside its place, flushed, and renamed, so that a kill at any moment leaves the
-// previous one whole. The next writer removes the half-written file of a killed one. TensorFlow's text file
+// over the whole file. The file is written beside its place, flushed, and renamed, so that a kill at any moment leaves
+// the previous one whole. The next writer removes the half-written file of a killed one. TensorFlow's text file
 // `checkpoint` in the folder names the latest checkpoint and those that are kept. Lockstep removes only files that it
 // wrote, and follows no symbolic link to remove one. Any thread may call the functions; other processes may write and
 // read the same folder.
@@ -42,7 +42,7 @@ struct Archive {
   double number(const std::string& name) const;
   std::vector<double> numbers(const std::string& name) const;
 
-  // Writes them in such a way that they are read back to the same bits.
+  // Writes `values` so that they are read back to equal bits.
   void set_numbers(const std::string& name, const std::vector<double>& values);
 };
 
@@ -65,10 +65,10 @@ Archive read_archive(const std::string& path);
 // tf.train.latest_checkpoint.
 std::string latest_checkpoint(const std::string& directory);
 
-// Appends `path` to the index of its folder as the latest and to `kept`. Where `kept` then has more than `max_to_keep`
-// (0: no bound), its first ones are dropped from both, and their files deleted. Other checkpoints in the folder stay;
-// other processes may record theirs at the same time. Throws IoError where the folder's file `checkpoint` is no index
-// or cannot be written, and where another process holds its lock for 30 s.
+// Appends `path` to the index of its folder as the latest, and to `kept`. Where `kept` then has more than `max_to_keep`
+// (0: no bound), drops the first ones from both and deletes their files. Other checkpoints stay; other processes may
+// record theirs meanwhile. Throws IoError where the folder's file `checkpoint` is no index or cannot be written, and
+// where another process holds its lock for 30 s.
 void record_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep = 0);
 
 // Changes `kept` as record_checkpoint does, and nothing on disk; returns the paths that are dropped.
@@ -87,8 +87,8 @@ struct Trackable {
   std::function<std::function<void()>(const Archive& archive, const std::string& prefix)> load;
   Communicator ranks = {};  // the processes that have it together
 
-  // What other processes have of it (parameter servers), in files of their own: null where they have nothing. They are
-  // written before `save` is called, and read after `load`.
+  // The part of the object that other processes have (parameter servers), in files of their own; null where they have
+  // nothing. These files are written before `save` is called, and read after `load`.
   struct Files {
     std::function<void(const std::string& path)> save;
     std::function<void(const std::string& path, bool change)> load;  // without `change` it only checks
@@ -96,7 +96,7 @@ struct Trackable {
   Files files = {};
 };
 
-// A number of the loop's own. It must outlive the Checkpoint.
+// A number of the loop's own, which must outlive the Checkpoint.
 Trackable track(std::int64_t& counter);
 Trackable track(double& value);
 

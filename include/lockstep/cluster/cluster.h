@@ -10,7 +10,7 @@
 
 namespace lockstep {
 
-// Where the processes of a job are, and which of them this is.
+// The processes of a job, and this one's place among them.
 struct Cluster {
   World world;
   std::string store = {};       // "host:port" of the rendezvous store; empty for a process that is alone
@@ -20,9 +20,9 @@ struct Cluster {
   std::string host_store = {};  // "host:port" of a store on its host, where each host of an elastic job has one
   std::string source = {};      // by whose variables: "TF_CONFIG", "torchrun", ...; empty for a process that is alone
 
-  // Where the launcher gives processes types, as TF_CONFIG and `lockstep run --ps` do: this one's type ("chief",
-  // "worker", "ps" or "evaluator") and its number among those of its type, and how many there are of each. With
-  // TF_CONFIG, also their "host:port"s.
+  // Set where the launcher gives processes types, as TF_CONFIG and `lockstep run --ps` do. This one's type is "chief",
+  // "worker", "ps" or "evaluator"; `task_index` counts within the type, `tasks` counts each type. With TF_CONFIG,
+  // `jobs` are their "host:port"s.
   std::string task_type = "worker";
   int task_index = 0;
   std::map<std::string, int> tasks = {};
@@ -34,8 +34,8 @@ struct Cluster {
 
 // Understands, where they are set, the variables of
 // - lockstep run: LOCKSTEP_RANK, LOCKSTEP_SIZE, LOCKSTEP_LOCAL_RANK, LOCKSTEP_LOCAL_SIZE, LOCKSTEP_HOST and
-//   LOCKSTEP_STORE, and with parameter servers LOCKSTEP_ROLES ("worker:4,ps:2,evaluator:1"), and of an elastic job
-//   LOCKSTEP_HOST_STORE, and LOCKSTEP_JOIN=1 where the process comes to it while it runs;
+//   LOCKSTEP_STORE. With parameter servers also LOCKSTEP_ROLES ("worker:4,ps:2,evaluator:1"). In an elastic job also
+//   LOCKSTEP_HOST_STORE, and LOCKSTEP_JOIN=1 where the process comes while the job runs;
 // - TensorFlow and Kubeflow's TFJob: TF_CONFIG;
 // - torchrun and Kubeflow's PyTorchJob: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
 //   MASTER_PORT;
@@ -46,10 +46,10 @@ struct Cluster {
 // - Volcano's plugins env and svc: VC_TASK_INDEX and VC_<TASK>_HOSTS of a Job with one task;
 // - Kubernetes, in a pod of an Indexed Job: JOB_COMPLETION_INDEX, with WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the
 //   manifest.
-// Without any of them this process is alone. Some of them, or a variable of another launcher, are an error: a process
-// that was to be one of several does not train alone. `names`: those of all variables, among which Volcano's are looked
-// for. Throws ClusterError naming the variable, its field, the value and what is allowed; and both sources where two
-// disagree. Any thread.
+// Without any of these variables this process is alone. A part of a launcher's variables, or another launcher's, are an
+// error: a process that was to be one of several does not train alone. `names`: the names of all variables, among which
+// Volcano's are looked for. Throws ClusterError naming the variable, its field, the value and what is allowed; and both
+// sources where two disagree. Any thread.
 Cluster resolve_cluster(const Environment& environment, const std::vector<std::string>& names = {});
 
 // The cluster of this process, by its environment. Logs the cluster's warning, once a process. Throws ClusterError as

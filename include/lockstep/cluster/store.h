@@ -19,8 +19,8 @@ class StoreBackend;
 //
 //   auto store = rank == 0 ? Store::hold("127.0.0.1:29511") : Store::connect("127.0.0.1:29511", deadline);
 //
-// Every call throws DeadlineExceeded at its deadline, and ClusterError when the store is gone or what answers is not a
-// store of this version; the message names the address.
+// Every call throws DeadlineExceeded at its deadline. It throws ClusterError, naming the address, when the store is
+// gone or when something else, or a store of another version, answers.
 //
 // When the holder destroys its last handle, the store answers for up to a second more, until the other processes have
 // disconnected. So they learn why something failed, and not only that the store is gone.
@@ -36,14 +36,14 @@ class Store {
   // Retries until a store answers there: its holder may start later. Throws ClusterError where it has another token.
   //
   // "etcd://host:2379,host:2379,host:2379/job": keys of that job in an etcd cluster (version 3), whichever of its
-  // members answer. They are removed ten minutes after the last process has ended. Throws InvalidArgument for another
-  // form. What is there is as safe as the cluster: the token is only compared, and connections are not encrypted.
+  // members answer. The keys are removed ten minutes after the last process has ended. Throws InvalidArgument for
+  // another form. The keys are as safe as the cluster: the token is only compared, and connections are not encrypted.
   static Store connect(const std::string& address, Deadline deadline, const Access& access = access_of_environment());
 
   std::string address() const;  // "host:port", or etcd's
   const Access& access() const;
 
-  // The same store with `prefix` before every key. Follows torch.distributed.PrefixStore.
+  // Returns this store with `prefix` before every key. Follows torch.distributed.PrefixStore.
   Store prefixed(const std::string& prefix) const;
   Store without_prefix() const;
   const std::string& prefix() const { return prefix_; }
@@ -61,18 +61,18 @@ class Store {
   // the sum does not fit.
   std::int64_t add(const std::string& key, std::int64_t difference, Deadline deadline) const;
 
-  // Where the value of `key` is `expected` (or there is none and `expected` is empty) it becomes `desired`. Returns
-  // what the value is then. With both empty it only reads, and those that wait for the key go on waiting.
+  // Sets `key` to `desired` where its value is `expected`, or where it has none and `expected` is empty. Returns its
+  // value then. With both empty the call only reads, and those that wait for the key go on waiting.
   std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired,
                           Deadline deadline) const;
 
-  // When what it returns is destroyed, or this process ends or is cut off, `key` becomes `value` where there is none.
-  // So others learn of it at once, unless its host goes down; with etcd by a lease of six seconds. After MQTT's last
-  // will.
+  // Sets `key`, where it has no value, to `value` when the returned handle is destroyed, or this process ends or is cut
+  // off. So others learn of the end at once, unless its host goes down; etcd uses a lease of six seconds. As MQTT's
+  // last will.
   std::shared_ptr<void> set_at_end(const std::string& key, const std::string& value, Deadline deadline) const;
 
-  // From now on, waiting for a key that begins with `prefix`, ends with `suffix` and is not there throws ClusterError
-  // with `reason`; the first reason is kept.
+  // From now on, waiting for a missing key that begins with `prefix` and ends with `suffix` throws ClusterError with
+  // `reason`. The first reason is kept.
   void fail_waiters(const std::string& prefix, const std::string& reason, Deadline deadline,
                     const std::string& suffix = "") const;
 

@@ -10,14 +10,14 @@ struct World {
   int rank = 0;
   int size = 1;
 
-  // Of this rank among those that share this host's cores and GPUs, and how many these are.
+  // This rank's number among the ranks that share this host's cores and GPUs, and their count.
   int local_rank = 0;
   int local_size = 1;
 
-  // Ranks with the same host name share memory. It is given, not detected: containers of one machine may share none.
+  // Ranks with one host name share memory. The name is given, not detected: containers of one machine may share none.
   std::string host = "localhost";
 
-  // Where this rank listens for ranks of other hosts: a numeric address of this machine.
+  // This rank listens there for ranks of other hosts: a numeric address of this machine.
   std::string address = "127.0.0.1";
 
   // Counts the memberships of a job: after a loss the survivors go on as a World of the next generation.

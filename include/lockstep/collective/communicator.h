@@ -24,7 +24,7 @@ inline constexpr double kDefaultTimeoutSeconds = 1800;
 // calls: any thread, but none may run during `regroup`.
 class Communicator {
  public:
-  // Of this process alone.
+  // A Communicator of this process alone.
   Communicator();
 
   // A Group converts to a Communicator. `member`: the word for a rank in errors, as in "worker 2".
@@ -35,8 +35,8 @@ class Communicator {
   int size() const;
   const Group& group() const;
 
-  // How often `regroup` was called. Memory that a Group allocated, and anything else made from it, is of that Group
-  // alone.
+  // Counts the calls of `regroup`. Memory that a Group allocated, and anything else made from a Group, belongs to that
+  // Group alone.
   std::int64_t regroups() const;
 
   double timeout_seconds() const { return timeout_seconds_; }
@@ -44,15 +44,15 @@ class Communicator {
   // The deadline of a call that begins now.
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(timeout_seconds_)); }
 
-  // The same ranks, now and later, with another timeout.
+  // Returns these ranks, now and later, with another timeout.
   Communicator with_timeout(double seconds) const;
 
-  // The same ranks, now and later. The collective calls below are then for `purpose`: ranks that call them for another
-  // one get InvalidArgument. Calls of `group()` itself tell their own purposes.
+  // Returns these ranks, now and later, for collective calls of one purpose. Ranks that call the functions below for
+  // another purpose get InvalidArgument. Calls of `group()` itself tell their own purposes.
   Communicator with_purpose(Purpose purpose) const;
   Purpose purpose() const { return purpose_; }
 
-  // Another Group with the same timeout and the same word for a rank in errors.
+  // Returns another Group with this timeout and this word for a rank in errors.
   Communicator with_group(Group group) const;
 
   // Replaces the Group in all copies. Call it between two steps, while no call runs.
@@ -60,35 +60,35 @@ class Communicator {
 
   // --- collective
 
-  // Each becomes its sum over the ranks; the same bits on all.
+  // Each value becomes its sum over the ranks; all get equal bits.
   void sum(std::span<double> values) const;
 
   // any: whether `holds` is true on at least one rank. all: on every rank.
   bool any(bool holds) const;
   bool all(bool holds) const;
 
-  // What rank `root` gives, on all. Of any length.
+  // Returns rank `root`'s bytes on all ranks. Any length.
   std::string broadcast(const std::string& bytes, int root = 0) const;
 
   // Every rank's bytes, in the order of ranks. Of any lengths.
   std::vector<std::string> all_gather(const std::string& mine) const;
 
-  // The same on rank `root` alone; elsewhere nothing.
+  // Returns every rank's bytes on rank `root`, and nothing elsewhere.
   std::vector<std::string> gather(const std::string& mine, int root) const;
 
-  // Throws InvalidArgument on all ranks where their texts differ, with the first line that does: "the workers' `what`
-  // differ: worker 0 has ..., worker 2 has ...".
+  // Throws InvalidArgument on all ranks where their texts differ. Its text has the first line that differs: "the
+  // workers' `what` differ: worker 0 has ..., worker 2 has ...".
   void check_all_agree(const std::string& what, const std::string& mine) const;
 
-  // Calls `act` on rank 0 while the others wait. An exception there is an Error with the same text on the others; an
-  // IoError is one there too.
+  // Calls `act` on rank 0 while the others wait. The others throw an exception of `act` as an Error with its text, or
+  // as IoError where it is one.
   template <class Act>
   void run_on_rank_0(const Act& act) const;
 
   // --- not collective
 
-  // Calls `act` on this rank. If it throws, the others' calls are aborted with the same text; not for Interrupted,
-  // which all ranks throw.
+  // Calls `act` on this rank. Where `act` throws, aborts the others' calls with the exception's text; but not for
+  // Interrupted, which all ranks throw.
   template <class Act>
   void abort_on_error(const Act& act) const;
   void abort(const std::string& reason) const;  // does nothing for a rank alone

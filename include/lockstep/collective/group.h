@@ -1,13 +1,12 @@
 // Group: a fixed set of ranks that reduce and exchange buffers together. Torch-free.
 //
-// A Group object is one rank's handle, shared by its copies. All ranks call the same operations in the same order; an
-// operation returns on a rank when that rank's result is complete and its buffers may be used again. Operations of one
-// handle run one after the other in the order of their calls, whichever threads call. A blocking one on an idle Group
-// runs in the caller's thread; what `start` began runs in a thread of the Group's own. `abort` may be called from any
-// thread at any time.
+// A Group object is one rank's handle, shared by its copies. All ranks call the same operations in one order. An
+// operation returns on a rank when that rank's result is complete and its buffers may be used again. A handle's
+// operations run one after the other in the order of their calls, whichever threads call. A blocking one on an idle
+// Group runs in the caller's thread; `start` uses a thread of the Group's own. Any thread may call `abort` at any time.
 //
 // Membership never changes. Once an operation threw anything but InvalidArgument, every later one throws as well: make
-// a new Group. After a throw the buffers belong to the caller again, except memory from `allocate` between processes:
+// a new Group. After a throw the buffers belong to the caller again. Memory from `allocate` between processes does not:
 // another rank may still write its part of the result there.
 //
 // Results do not depend on timing: every rank gets the same bits, and gets them again in the next run. float16 and
@@ -54,7 +53,7 @@ struct Call {
   Counts output_counts;                  // of all_to_all: what this rank gets from each
   Deadline::Clock::time_point called{};  // set by Group::start
   std::shared_ptr<const std::string> tensors = {};  // names of what it moves, for timelines; may be null
-  Purpose purpose = {};                             // what it is for; the same on all ranks
+  Purpose purpose = {};                             // of the call; equal on all ranks
 
   // Returns when every rank has called it.
   static Call barrier();
@@ -71,7 +70,7 @@ struct Call {
   // output <- the inputs of ranks 0, 1, ... one after the other. Rank r gives counts[r] elements, or all as many.
   static Call all_gather(ConstBuffer input, Buffer output, Counts counts = {});
 
-  // The same on `root` only; elsewhere output is not touched.
+  // As all_gather, but only `root` gets an output; elsewhere output is not touched.
   static Call gather(ConstBuffer input, Buffer output, int root, Counts counts = {});
 
   // Cuts root's input into parts for ranks 0, 1, ...; output <- this rank's. Elsewhere input is not read.
@@ -90,7 +89,7 @@ struct Call {
 
 const char* name_of(Call::Kind kind);  // "all_reduce", ...
 
-// An operation that was started. Copies are handles of the same one; any thread may call.
+// An operation that was started. Copies are handles of one operation; any thread may call.
 class Work {
  public:
   struct State;
@@ -129,11 +128,11 @@ class Group {
 
   void run(const Call& call, Deadline deadline) const;
 
-  // Several calls as one: sends and receives go on side by side, and all_reduces of one dtype, operator and purpose are
-  // packed into few. Otherwise the same as one after the other. Follows ncclGroupStart and Horovod's grouped_allreduce.
+  // Runs several calls as one: sends and receives go on side by side; all_reduces of one dtype, operator and purpose
+  // are packed into few. Results are as one after the other. Follows ncclGroupStart and Horovod's grouped_allreduce.
   void run(const std::vector<Call>& calls, Deadline deadline) const;
 
-  // The same without waiting. The buffers belong to the operation until it is done.
+  // Starts calls and does not wait. The buffers belong to the operation until it is done.
   Work start(Call call, Deadline deadline) const;
   Work start(std::vector<Call> calls, Deadline deadline) const;
 
@@ -150,25 +149,25 @@ class Group {
   void send(ConstBuffer buffer, int to, Deadline deadline) const { run(Call::send(buffer, to), deadline); }
   void recv(Buffer buffer, int from, Deadline deadline) const { run(Call::recv(buffer, from), deadline); }
 
-  // Groups of the ranks that pass the same color (0 or more), ordered by key, then by rank here. Collective. A rank
-  // with a negative color is in none and gets nothing. Follows MPI_Comm_split.
+  // Returns a Group of the ranks that pass the same color (0 or more), ordered by key, then by rank here. Returns
+  // nothing on a rank with a negative color. Collective. Follows MPI_Comm_split.
   std::unique_ptr<Group> split(int color, int key, Deadline deadline) const;
 
   // Memory, zeroed and aligned to pages, that this Group reduces in place without a copy where it can. Not collective.
   Memory allocate(std::size_t bytes) const;
 
-  // Memory that every rank reads and writes by itself: element r is rank r's part of `bytes` bytes (1 or more, the same
-  // on all ranks), zeroed and aligned to pages. A barrier orders accesses; a part may be used until its rank drops it.
-  // Empty on all ranks where some cannot reach the others' memory, as on several hosts. Collective. Throws
-  // InvalidArgument for 0 bytes, and on the ranks alone whose heap_bytes are used up. Follows MPI_Win_allocate_shared.
+  // Memory that every rank reads and writes by itself. Element r is rank r's part of `bytes` bytes (1 or more, equal on
+  // all ranks), zeroed and aligned to pages. A barrier orders accesses; a part is valid until its rank drops it. Empty
+  // on all ranks where some cannot reach the others' memory, as on several hosts. Throws InvalidArgument for 0 bytes,
+  // and on those ranks whose heap_bytes are used up. Collective. Follows MPI_Win_allocate_shared.
   std::vector<Memory> allocate_shared(std::size_t bytes, Deadline deadline) const;
 
   // The backend, and a Group like this one over another backend; for wrappers (group_wrappers.h).
   std::shared_ptr<GroupBackend> shared_backend() const;
   Group with_backend(std::shared_ptr<GroupBackend> backend) const;
 
-  // Returns how often it was called before on this rank, from 0. It numbers objects, such as pipelines, that all ranks
-  // make over a Group in one order. Not collective. Any thread.
+  // Returns the number of earlier calls on this rank. This numbers objects, such as pipelines, that all ranks make over
+  // a Group in one order. Not collective. Any thread.
   std::int64_t next_number() const;
 
   // Wakes every rank that waits in an operation, now or later, with Aborted(reason). The first reason is kept.

@@ -11,13 +11,12 @@
 
 namespace lockstep {
 
-// Before each of the first `calls` collective calls (all of them where it is negative) every rank tells what it is
-// about to call, and all throw InvalidArgument naming every rank that differs from most. Costs one all_gather of 16
-// bytes a call. All ranks wrap alike. Groups that are split from it are checked in the same way. Follows
-// TORCH_DISTRIBUTED_DEBUG=DETAIL.
+// Before a collective call every rank tells its call. All throw InvalidArgument, naming every rank that differs from
+// most. Checks the first `calls` calls, or all where it is negative. Costs one all_gather of 16 bytes a call. All ranks
+// wrap alike. Groups that are split from it are checked too. Follows TORCH_DISTRIBUTED_DEBUG=DETAIL.
 Group with_checks(const Group& group, std::int64_t calls = -1);
 
-// What one rank did, for chrome://tracing and ui.perfetto.dev. Any thread.
+// Records the operations of one rank, for chrome://tracing and ui.perfetto.dev. Any thread.
 class Timeline {
  public:
   Timeline();
@@ -37,7 +36,7 @@ class Timeline {
 // the other, so the slices of a track never overlap.
 Group with_timeline(const Group& group, Timeline& timeline, Deadline deadline);
 
-// What goes wrong on this rank, for tests.
+// A fault on this rank, for tests.
 struct Fault {
   enum class Action : std::uint8_t {
     delay,  // sleeps for `seconds`

@@ -30,8 +30,8 @@ inline constexpr double kLongestLostHostSeconds = 86400;  // of GroupOptions::lo
 // Follows tf.distribute.experimental.CommunicationOptions, and the backends of torch.distributed.
 struct GroupOptions {
   // "shm": all ranks share a host; "tcp" and "ucx": any hosts; "hierarchical": shared memory inside hosts and `network`
-  // between them; "auto": shm where all share a host, `network` where none do, hierarchical else; and `network`, with a
-  // warning, where a limit of some rank's process leaves no room for memory that is shared.
+  // between them. "auto": shm where all share a host, `network` where none do, else hierarchical. "auto" is `network`,
+  // with a warning, where a limit of some rank's process leaves no room for shared memory.
   std::string backend = "auto";
 
   // "tcp": sockets, the fastest over Ethernet; "ucx": UCX, for RDMA. UCX's own UCX_* variables apply; loading it with a
@@ -45,8 +45,8 @@ struct GroupOptions {
 
   std::size_t bytes_per_pack = Group::kBytesPerPack;  // of grouped all_reduces; see Group
 
-  // Where ranks do not share memory: how many collective calls, from the first on, the ranks compare before they make
-  // them (with_checks in group_wrappers.h); negative: all calls. Where memory is shared every call is compared anyway.
+  // The number of first collective calls that ranks without shared memory compare before they make them (with_checks in
+  // group_wrappers.h); negative: all. Ranks with shared memory compare every call.
   std::int64_t checked_calls = 16;
 
   // A host that does not answer for so long (its system, not its processes) is lost: from 3 seconds to a day.
@@ -55,14 +55,14 @@ struct GroupOptions {
   // The timeout of making the group; the error names the ranks that have not come.
   double timeout_seconds = 300;
 
-  // Of shared memory, what one rank's `allocate` can give out; 0: no bound. It is taken from the system as it is
-  // needed; where that gives no more (ulimit -v, ulimit -f), `allocate` gives memory of this process alone, with a
-  // warning.
+  // The bytes of shared memory that one rank's `allocate` can give out; 0: no bound. Memory is taken from the system as
+  // needed. Where the system gives no more (ulimit -v, ulimit -f), `allocate` gives memory of this process alone, with
+  // a warning.
   std::size_t heap_bytes = 0;
 };
 
-// The Group of all ranks of `world`. Collective: all ranks make the same groups in the same order. Throws
-// InvalidArgument, ClusterError (two processes of one rank, ranks that disagree about their number), and
+// Makes the Group of all ranks of `world`. Collective: all ranks make their groups in one order. Throws
+// InvalidArgument. Throws ClusterError for two processes of one rank, or ranks that disagree about their number, and
 // DeadlineExceeded naming the ranks that are missing.
 Group make_group(const World& world, const Store& store, const GroupOptions& options = {});
 

@@ -16,7 +16,7 @@ class Purpose {
  public:
   static constexpr int kBits = 24;
 
-  // No purpose. It agrees only with no purpose.
+  // No purpose, which agrees only with no purpose.
   constexpr Purpose() = default;
   explicit Purpose(const std::string& words);
 

@@ -16,7 +16,7 @@
 
 namespace lockstep {
 
-// What a rule knows about the update that it makes.
+// A rule knows this about the update that it makes.
 struct UpdateStep {
   std::int64_t iteration = 1;  // 1 in the first update
   double learning_rate = 0;
@@ -28,8 +28,8 @@ struct StateSpec {
   double initial_value = 0;
 };
 
-// How variables move. `update` is called from several threads at once, each on other elements; all spans have one
-// length; state[k] belongs to states()[k]; the gradient is the mean over the global batch, clipped. It must not throw.
+// Moves variables. Several threads call `update` at once, each on other elements; all spans have one length. state[k]
+// belongs to states()[k]; the gradient is the mean over the global batch, clipped. `update` must not throw.
 class UpdateRule {
  public:
   virtual ~UpdateRule() = default;
@@ -57,26 +57,26 @@ class SpanRule : public UpdateRule {
   }
 };
 
-// How LossScaleOptimizer's factor moves.
+// Settings of LossScaleOptimizer's factor.
 struct LossScaleOptions {
   double initial_scale = 32768;
   std::int64_t dynamic_growth_steps = 2000;  // updates in a row after which the scale doubles
 };
 
-// Processes that sum their gradients in every step, where the strategy itself has no workers: what
-// horovod::DistributedOptimizer sets. They begin with equal parameters. Metrics, logs, running statistics and
+// Processes that sum their gradients in every step, where the strategy itself has no workers; set by
+// horovod::DistributedOptimizer. Parameters are equal at the beginning. Metrics, logs, running statistics and
 // checkpoints are each process's own. All processes give the same options.
 struct GradientRanks {
   Communicator ranks;
   bool sum = false;                          // update by the processes' sum, instead of their mean
   std::optional<DType> gradient_dtype = {};  // DType::float16 or DType::bfloat16: what float gradients are sent as
 
-  // Whether each process trains on data of its own, as Horovod's programs do; one whose data end sooner takes part in
-  // the others' steps without examples. Else all give the same data, which are divided by the AutoShardPolicy.
+  // True: each process trains on data of its own, as Horovod's programs do, and one whose data end sooner goes on
+  // without examples. False: all give the same data, which are divided by the AutoShardPolicy.
   bool own_data = true;
 };
 
-// What every optimizer can do besides its rule. At most one kind of clipping.
+// Every optimizer has these besides its rule. At most one kind of clipping.
 struct OptimizerOptions {
   LearningRate learning_rate = 0.001;
   std::optional<double> weight_decay =
@@ -93,7 +93,7 @@ class Optimizer {
   // Throws InvalidArgument for more than one kind of clipping, or a setting that is not positive.
   Optimizer(std::shared_ptr<const UpdateRule> rule, OptimizerOptions options);
 
-  // By name, with defaults: "sgd", "adam", "adamw", "rmsprop", "adagrad". Throws InvalidArgument for any other.
+  // Made by name, with defaults: "sgd", "adam", "adamw", "rmsprop", "adagrad". Throws InvalidArgument for any other.
   Optimizer(const char* name);  // NOLINT: Keras takes names too
 
   const UpdateRule& rule() const noexcept { return *rule_; }

@@ -1,7 +1,7 @@
 // Partitioners: how a variable on parameter servers is cut into shards. Torch-free. Follows
 // tf.distribute.experimental.partitioners.
 //
-// A variable is cut along its first dimension: shard 0 has the first rows, and where the rows cannot be divided evenly
+// A variable is cut along its first dimension. Shard 0 has the first rows, and where the rows cannot be divided evenly
 // the first shards have one more. A scalar is never cut.
 #pragma once
 
@@ -51,8 +51,8 @@ struct MaxSizePartitionerOptions {
   std::optional<std::int64_t> max_shards = {};
 };
 
-// As few shards as there can be when each has at most max_shard_bytes, or one row where that is larger; and not more
-// than max_shards, which makes them larger.
+// As few shards as there can be when each has at most max_shard_bytes, or one row where that is larger. There are at
+// most max_shards, which may make them larger.
 class MaxSizePartitioner {
  public:
   // Throws InvalidArgument for an option below 1.

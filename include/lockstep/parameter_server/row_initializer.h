@@ -7,7 +7,7 @@ namespace lockstep {
 struct RowInitializer {
   enum class Kind { uniform, normal, constant };
 
-  // By name, as keras.initializers: "uniform" (-0.05 to 0.05), "normal" (deviation 0.05), "zeros", "ones". Throws
+  // Made by name, as keras.initializers: "uniform" (-0.05 to 0.05), "normal" (deviation 0.05), "zeros", "ones". Throws
   // InvalidArgument for any other.
   RowInitializer(const char* name);  // NOLINT: Keras takes names
 

@@ -36,13 +36,13 @@ inline constexpr const char* kTokenFileVariable = "LOCKSTEP_TOKEN_FILE";
 inline constexpr const char* kTrustedNetworkVariable = "LOCKSTEP_TRUSTED_NETWORK";
 inline constexpr const char* kCertificatesVariable = "LOCKSTEP_CERTS";
 
-// What the environment says: LOCKSTEP_TOKEN_FILE is a file with 64 hexadecimal digits that its owner alone may read
-// (openssl rand -hex 32), LOCKSTEP_TRUSTED_NETWORK is 0 or 1, LOCKSTEP_CERTS is a folder. `lockstep run` sets them.
-// Throws ClusterError naming the variable and the file.
+// Reads the variables: LOCKSTEP_TOKEN_FILE is a file with 64 hexadecimal digits that its owner alone may read (openssl
+// rand -hex 32). LOCKSTEP_TRUSTED_NETWORK is 0 or 1, LOCKSTEP_CERTS is a folder. `lockstep run` sets them. Throws
+// ClusterError naming the variable and the file.
 Access access_of(const Environment& environment);
 
-// The same for this process. Where both are unset, it uses the token in ~/.lockstep/token, which only this user may
-// read and which is made on first use; none where the home folder cannot be written.
+// Reads this process's variables. Where both are unset, the token is in ~/.lockstep/token, which only this user may
+// read and which the first use makes. There is no token where the home folder cannot be written.
 Access access_of_environment();
 
 }  // namespace lockstep

@@ -1,7 +1,7 @@
 // Recursive halving and doubling: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
 // in MPICH", Int. J. High Performance Computing Applications 19(1), 2005.
 //
-// Where the number of ranks is no power of two, the first ranks pair up: the even ones hand their data to the odd ones,
+// Where the number of ranks is no power of two, the first ranks pair up. The even ones hand their data to the odd ones,
 // and get the result at the end.
 #include <algorithm>
 #include <bit>

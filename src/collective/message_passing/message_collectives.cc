@@ -11,7 +11,7 @@ using Kind = Call::Kind;
 
 // Up to this many bytes, times the other ranks, the direct algorithm is the fastest.
 constexpr std::size_t kDirectBytes = 64 * 1024;
-// From this many bytes on, sending a slice takes longer than the latency of a step.
+// Sending a slice of so many bytes takes longer than the latency of a step.
 constexpr std::size_t kRingSliceBytes = 64 * 1024;
 
 // The largest slice: when it is gathered it is still in a cache from its reduction.
@@ -77,7 +77,7 @@ void all_reduce(Team& team, const Call& call, Implementation implementation) {
   }
   const std::size_t step = kSegmentSlice / reduction.element() * static_cast<std::size_t>(team.size());
   std::size_t begin = 0;
-  do {  // runs once for an empty buffer too: its messages show whether the others make the same call
+  do {  // runs for an empty buffer too: the messages show whether the others make the same call
     all_reduce_in_slices(team, reduction, data + begin * reduction.element(), std::min(step, count - begin),
                          implementation == Implementation::pairwise);
     begin += step;

@@ -44,7 +44,7 @@ class Team {
   // One message to a rank and one from a rank, side by side.
   void swap(int to, std::span<const std::byte> out, int from, std::span<std::byte> in);
 
-  // The same, where what comes is folded into `into` as it arrives.
+  // As swap, but folds what comes into `into` as it arrives.
   void swap_and_fold(int to, std::span<const std::byte> out, int from, const ElementOp& reduction, std::byte* into,
                      std::size_t count);
 

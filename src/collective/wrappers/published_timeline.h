@@ -1,4 +1,4 @@
-// What `lockstep run --timeline` shows.
+// The operations that `lockstep run --timeline` shows.
 #pragma once
 
 #include "lockstep/cluster/store.h"
@@ -6,11 +6,11 @@
 
 namespace lockstep::collective {
 
-// Whether the launcher asks for a timeline (LOCKSTEP_TIMELINE).
+// True where the launcher asks for a timeline (LOCKSTEP_TIMELINE).
 bool timeline_is_wanted();
 
-// Records the first 50,000 operations of the group, but not those of groups that are split from it, and leaves them in
-// the store when the group ends. Collective: the first such group of a process sets its clock, from one barrier.
+// Records the first 50,000 operations of the group, and leaves them in the store when the group ends. Groups that are
+// split from it are not recorded. Collective: the first such group of a process sets its clock, from one barrier.
 Group with_published_timeline(const Group& group, const Store& store, Deadline deadline);
 
 }  // namespace lockstep::collective

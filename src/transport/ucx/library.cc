@@ -19,9 +19,9 @@ void find(void* handle, const char* name, Function& function) {
   if (function == nullptr) throw InvalidArgument(text("the backend \"ucx\": UCX has no ", name));
 }
 
-// Settings that UCX reads from the environment alone, as it is loaded. Without them it would handle SIGSEGV and similar
-// signals, print lost connections to stdout, and patch mmap, which only memory that is registered with RDMA devices
-// needs. Values that the user has set stay.
+// Settings that UCX reads from the environment alone, as it is loaded. Without them UCX would handle SIGSEGV and
+// similar signals, and print lost connections to stdout. It would patch mmap too, which only memory registered with
+// RDMA devices needs. Values that the user has set stay.
 class Environment {
  public:
   Environment() {

@@ -22,7 +22,7 @@ constexpr std::size_t kAtOnce = 4;
 // A rank that leaves waits so long for the others to leave as well.
 constexpr std::chrono::seconds kForTheLast(1);
 
-// How long to wait for data of a rank that has left: RDMA does not report that a peer has gone.
+// The wait for data of a rank that has left: RDMA does not report that a peer has gone.
 constexpr std::chrono::milliseconds kForTheGone(100);
 
 struct Slot {
@@ -136,7 +136,7 @@ class UcxChannels final : public Channels {
     while (!ended() && !until.passed()) worker_->progress();
   }
 
-  // Whether the request is done. A failure that the other rank did not cause aborts the group in this rank's name.
+  // True where the request is done. A failure that the other rank did not cause aborts the group in this rank's name.
   bool done(const Request& request, int other) {
     if (!request.ended()) return false;
     if (request.status() == UCS_OK) return true;
@@ -198,7 +198,7 @@ class UcxChannels final : public Channels {
     }
   }
 
-  // Whether UCX, which is armed, has something to do within this time.
+  // True where UCX, which is armed, has something to do within this time.
   bool comes(std::chrono::milliseconds time) const {
     pollfd channel{worker_->descriptor(), POLLIN, 0};
     return poll(&channel, 1, static_cast<int>(time.count())) > 0;

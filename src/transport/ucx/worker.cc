@@ -49,10 +49,10 @@ std::string devices_for(const std::string& address) {
   return devices;
 }
 
-// UCX's own defaults, except: ranks of different hosts never share memory, even where it would work; other networks are
-// not used; TCP has larger segments, which move 32 MiB in a quarter of the time (equal on all hosts: otherwise UCX
-// writes beyond the receiver's segment); and what TCP sends before the receiver is ready fits into the socket, because
-// UCX sends the rest only when this rank calls again. The user's UCX_* variables take precedence.
+// UCX's own defaults, with exceptions. Ranks of different hosts never share memory; other networks are not used. TCP
+// has larger segments, equal on all hosts (else UCX writes beyond them): 32 MiB take a quarter of the time. Data sent
+// before the receiver is ready fit into the socket: UCX would send the rest only in this rank's next call. The user's
+// UCX_* variables take precedence.
 class Settings {
  public:
   Settings(const Library& ucx, const std::string& address) : ucx_(ucx) {

@@ -28,7 +28,7 @@ struct Arrival {
   bool waits;
 };
 
-// What UCX is doing. Its buffer belongs to UCX until it has finished, or the worker has ended.
+// An operation of UCX. Its buffer belongs to UCX until the operation has finished, or the worker has ended.
 class Request {
  public:
   Request(const Library& ucx, ucs_status_ptr_t handle) : ucx_(&ucx), handle_(handle) {}
