@@ -40,7 +40,7 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::cpu)
     list(APPEND _libraries ${LibTorch_CUDA_LIBRARY} ${LibTorch_C10_CUDA_LIBRARY})
     file(GLOB _wheel_libraries ${_lib}/../../nvidia/*/lib)
     list(APPEND _folders ${_wheel_libraries})
-    # Of CUDA itself only the headers of its runtime are needed: those that tools/bootstrap installs, else a toolkit's.
+    # The build needs only the headers of CUDA's runtime: those that tools/bootstrap installs, else a toolkit's.
     set(_cuda_headers ${_lib}/../../nvidia/cu13/include)
     if(NOT EXISTS ${_cuda_headers}/crt)
       find_package(CUDAToolkit REQUIRED)

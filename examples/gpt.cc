@@ -162,7 +162,7 @@ void train(const Options& options, const at::Tensor& text, const ls::DeviceMesh&
             {.verbose = 0, .callbacks = {Progress(options)}, .steps_per_epoch = options.steps});
 }
 
-// As many layers in each stage, or one more.
+// Gives each stage equally many layers, or one more.
 std::vector<int> even_stages(int layers, int stages) {
   std::vector<int> counts;
   for (int stage = 0; stage < stages; ++stage) counts.push_back((layers + stage) / stages);

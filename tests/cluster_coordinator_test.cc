@@ -1,4 +1,4 @@
-// What ClusterCoordinator promises, with the processes of the job as threads that call each other over loopback.
+// Tests ClusterCoordinator's promises, with the processes of the job as threads that call each other over loopback.
 #include "lockstep/strategy/cluster_coordinator.h"
 
 #include <ATen/ATen.h>

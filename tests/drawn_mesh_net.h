@@ -1,5 +1,5 @@
-// For tests: a net of layers whose code knows nothing of a mesh, drawn by a seed: the blocks of drawn_net.h, and what
-// people write with parameters that a mesh divides. A list of layers, which may be cut into stages.
+// For tests: a net of layers whose code knows nothing of a mesh, drawn by a seed. It has the blocks of drawn_net.h, and
+// others that people write with parameters that a mesh divides. A list of layers, which may be cut into stages.
 #pragma once
 
 #include <ATen/ops/embedding.h>

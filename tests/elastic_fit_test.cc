@@ -22,7 +22,7 @@ constexpr int kEpochs = 3, kSteps = 20 * kEpochs;
 
 class Elastic : public testing::Test {
  protected:
-  // What one process without others trains.
+  // Returns the output of one process that trains without others.
   static std::string alone() {
     static const std::string output = [] {
       auto job = run({}, 0, 0);
@@ -86,7 +86,7 @@ TEST_F(Elastic, LogsAndCheckpointsGoOnWithTheNextChief) {
   }
 }
 
-// In all phases of a step, of the agreement behind it, and of the next one.
+// Losses come in all phases of a step, of the agreement after the step, and of the next step.
 TEST_F(Elastic, AWorkerMayBeLostAtAnyMoment) {
   const char* const asked = std::getenv("LOCKSTEP_FAULT_ROUNDS");
   const int rounds = asked == nullptr ? 4 : std::atoi(asked);
@@ -120,7 +120,7 @@ TEST_F(Elastic, AWorkerThatIsStartedAgainJoinsTheOthersInMidEpoch) {
 }
 
 TEST_F(Elastic, AWorkerThatIsToldToEndLeavesBehindItsStep) {
-  // The second in the evaluation behind an epoch.
+  // The second worker leaves in the evaluation after an epoch.
   for (const auto& [leaver, step] : {std::pair(0, 10), std::pair(1, 20)}) {
     SCOPED_TRACE(testing::Message() << "worker " << leaver);
     auto job = run({"STEP_MS=20", "VICTIM=2", text("STEP=", step), "PLACE=print"}, 3, 2, 1);

@@ -80,7 +80,7 @@ class MoreElasticHosts(Trainings):
                 self.expect_end(0)
 
     def test_a_worker_is_lost_in_the_second_fit(self):
-        """What the first one's end has told the launchers is about the first."""
+        """The end of the first fit tells the launchers nothing about the second."""
         self.start(3, FITS=2, VICTIM=2, STEP=150, PLACE="forward", MORE_S=8)
         for rank in (0, 1):
             self.wait_for(rank, "longest")

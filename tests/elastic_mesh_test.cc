@@ -159,7 +159,7 @@ TEST_P(MeshesOfTwoRows, TwoModelsGoOn) {
       << job.text();
 }
 
-// Of their own part.
+// Newcomers get the buffers of their own part.
 TEST_P(MeshesOfTwoRows, NewcomersGetBuffersToo) {
   const auto& mesh = GetParam();
   auto job =

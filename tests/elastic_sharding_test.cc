@@ -37,7 +37,7 @@ Trained train_alone(const Variables& variables) {
   return {weights[0], history[0]};
 }
 
-// `compares_history`: not where a worker may be lost behind an update, with what it had computed of the step's loss.
+// `compares_history`: false where a worker may be lost after an update, with its part of the step's loss.
 void expect_trained(Process& job, int survivors, const Trained& expected, bool compares_history = true) {
   const auto& output = job.wait_for_end(60);
   EXPECT_TRUE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0) << output;
@@ -132,7 +132,7 @@ TEST_F(ElasticSharding, WorkersThatAreToldToEndLeaveBehindTheirSteps) {
     EXPECT_NE(job.text().find(text("[", rank, "] left\n")), std::string::npos) << job.text();
 }
 
-// Of the others' running statistics a newcomer gets the mean over one worker's replicas.
+// A newcomer gets the mean of running statistics over another worker's replicas.
 TEST_F(ElasticSharding, ANewcomerGetsBuffersToo) {
   for (const auto* const shards : {"SHARD=0", "SHARD=1"}) {
     SCOPED_TRACE(shards);

@@ -26,7 +26,7 @@ void on_ranks(int size, const std::function<void(int)>& body) {
 
 Optimizer adam() { return Adam({.learning_rate = 0.05}); }
 
-// What rank r of n reads of batches of 7 is every n-th example of them, so that batches are those of one process.
+// Rank r of n reads every n-th example of batches of 7, so that batches are those of one process.
 Dataset data_of(int rank, int size) {
   static const auto data = make_data(at::kDouble);  // drawn once, from the generator that all threads share
   return data.batch(7).map([rank, size](Example batch) {

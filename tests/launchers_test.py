@@ -1,4 +1,4 @@
-"""The seed program on two workers, and Horovod's tutorial on four ranks, started by each launcher that a site may have: launchers_test.py MNIST HOROVOD LOCKSTEP RESUME DDP SERVERS (empty: built without gRPC)."""
+"""Runs the seed program on two workers, and Horovod's tutorial on four ranks, by each launcher that a site may have. launchers_test.py MNIST HOROVOD LOCKSTEP RESUME DDP SERVERS (empty: built without gRPC)."""
 import json
 import os
 import pathlib

@@ -175,7 +175,7 @@ class ShardedStateOnHosts : public testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(Hosts, ShardedStateOnHosts, testing::Bool(),
                          [](const auto& test) { return test.param ? "differ" : "same"; });
 
-// What a broken processor would do. Values that were damaged reach all, where they are of the worker's own shard.
+// Damages values as a broken processor would. They reach all where they are of the worker's own shard.
 TEST_P(ShardedStateOnHosts, ValuesAreComparedAsTheyWereGathered) {
   for (const std::int64_t element : {0, 800, 1599}) {
     const auto errors = run_with_damage(GetParam(), [&](auto& net, const auto&) {

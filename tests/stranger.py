@@ -80,7 +80,7 @@ def take(port):
 
 
 def received(connection, seconds):
-    """What comes until the other end closes or the time is over."""
+    """Returns the bytes that come until the other end closes or the time is over."""
     connection.settimeout(seconds)
     came = b""
     with contextlib.suppress(OSError):
@@ -174,7 +174,7 @@ class Stranger:
                     real.sendall(words)
 
     def tell(self, _):
-        """What was answered meanwhile."""
+        """Says what was answered meanwhile."""
         for real in self.open:
             answer = received(real, 0.01)
             self.say(f"answer {len(answer)} {answer[:4]}")

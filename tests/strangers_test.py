@@ -50,7 +50,7 @@ class Process:
 
 
 class Jobs(unittest.TestCase):
-    """What the tests of both tiers use."""
+    """The processes that the tests of both tiers use."""
 
     def setUp(self):
         self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
@@ -126,7 +126,7 @@ class Jobs(unittest.TestCase):
         return self.start(*program, environment={name: str(value) for name, value in given.items()})
 
     def stop_in_each_phase(self, start, saves, trains):
-        """The ranks of a job, stopped before the store is held, while ranks join, in training, and while they save, with a stranger at the job's first port, which follows from the launcher's variables."""
+        """Stops a job's ranks before the store is held, while ranks join, in training and in saving. A stranger is at the job's first port, which follows from the launcher's variables."""
         alone = start(0)
         first_port = wait_for(lambda: port_of(alone.pid))
         alone.kill()

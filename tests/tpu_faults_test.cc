@@ -10,7 +10,7 @@
 namespace lockstep {
 namespace {
 
-// Of the environment, as long as this lives.
+// Sets a fault in the environment as long as this lives.
 class WithFault {
  public:
   explicit WithFault(const char* fault) { setenv("FAULT", fault, 1); }

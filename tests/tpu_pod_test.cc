@@ -150,7 +150,7 @@ TEST(TpuPod, AHostThatFailsTellsTheOthersWhy) {
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(50));
 }
 
-// What all had launched before has ended, so that all can save their weights.
+// All programs launched before have ended, so that all hosts can save their weights.
 TEST(TpuPod, WhereAHostCannotReadItsDataTheWeightsAreKept) {
   const auto printed = outputs("fail to read on one");
   for (const auto& output : printed) {

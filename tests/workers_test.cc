@@ -1,5 +1,5 @@
-// What MultiWorkerMirroredStrategy promises: the weights of one process on the same batches, equal copies everywhere,
-// logs and checkpoints once, and nobody left waiting.
+// Tests MultiWorkerMirroredStrategy's promises: the weights of one process on the same batches, equal copies
+// everywhere, logs and checkpoints once, and nobody left waiting.
 #include "tests/workers.h"
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"

@@ -29,7 +29,7 @@ enum class ModeKeys { train, evaluate, predict };
 // Predictions by name: [examples, ...] each.
 using Predictions = std::map<std::string, Tensor>;
 
-// What model_fn makes for a mode.
+// The result of model_fn for a mode.
 struct EstimatorSpec {
   Model model;
   std::optional<Loss> loss = {};            // for train and evaluate

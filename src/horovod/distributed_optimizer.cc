@@ -41,7 +41,7 @@ Parameters parameters_of(const torch::optim::Optimizer& optimizer,
   return found;
 }
 
-// What the ranks must agree on, one thing a line.
+// Prints the settings that ranks must agree on, one a line.
 std::string text_of(const Parameters& parameters, const DistributedOptimizerOptions& options) {
   std::string all = text("op ", name_of(options.op), "\ncompression ", static_cast<int>(options.compression),
                          "\nbackward_passes_per_step ", options.backward_passes_per_step, "\n");
@@ -95,7 +95,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     });
   }
 
-  // Of other ranks, after a step that may have failed.
+  // Goes on with other ranks, after a step that may have failed.
   void use_new_session() {
     session = Session::current();
     ranks.regroup(session->split(kName).group());

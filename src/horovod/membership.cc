@@ -49,7 +49,7 @@ std::shared_ptr<Session> Membership::make_session() {
   return session_of(membership_.job().world(), group, options_.timeout_seconds);
 }
 
-// Of those that a process which comes later finds, one may be lost meanwhile.
+// A process that comes later may lose a rank while it joins the others: it then regroups without that rank.
 void Membership::begin() {
   std::vector<int> lost;
   try {

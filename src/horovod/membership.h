@@ -26,24 +26,24 @@ class Membership {
   static std::shared_ptr<Membership> current();
   static void set(std::shared_ptr<Membership> membership);
 
-  // Whether this process came later, and has not got the others' state yet.
+  // True where this process came later, and has not got the others' state yet.
   bool lacks_state() const { return lacks_state_; }
   void has_state() { lacks_state_ = false; }
 
   // Makes the process's session: of the ranks that there are. Collective.
   void begin();
 
-  // As elastic::lost_in, of this generation.
+  // Calls elastic::lost_in with this generation.
   std::optional<std::vector<int>> lost_in(const std::exception& error) const;
 
-  // Calls it when there is another session, in the order of these calls, until the returned handle is destroyed.
+  // Calls `call` after each change of session, in the order of registration, until the returned handle is destroyed.
   std::shared_ptr<void> on_regroup(std::function<void()> call);
 
   // From here on, and until the training ends, newcomers are seen, and signals make this rank leave.
   void begin_training();
   void end_training();
 
-  // What this rank says in a check, to be summed over all; what is to be done then. Throws Interrupted where all end.
+  // `says`: this rank's numbers, to be summed. `changes`: true where to regroup; throws Interrupted where all end.
   std::array<double, 3> says();
   bool changes(const std::array<double, 3>& sums);
 

@@ -174,7 +174,7 @@ TEST(SoftmaxCrossEntropy, ExtremeLogits) {
   EXPECT_THROW(ops::softmax_cross_entropy(logits, at::tensor({1, 1, 2}, at::kLong)), c10::Error);
 }
 
-// What a frozen weight is multiplied with is no business of backward: it may be changed in place, and is not kept.
+// Backward does not need the input of a layer with a frozen weight: it may change in place, and is not kept.
 TEST(Dense, AFrozenWeightKeepsNoInput) {
   const auto weight = at::rand({16, 16}), bias = at::rand({16}).requires_grad_();
   auto x = at::rand({8, 16}).requires_grad_();

@@ -23,7 +23,7 @@ namespace {
 // stands before autocast and autograd.
 constexpr auto kHookKey = c10::DispatchKey::DeferredInit;
 
-// Of the OperatorMode that lives. Other threads than those that it is for have not included the key.
+// The function of the OperatorMode that lives. Only the threads that the mode is for have included the key.
 OperatorMode::See mode;
 
 std::atomic<std::uint64_t> calls = 0;  // of all threads: forward and backward may run in two

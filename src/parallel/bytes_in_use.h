@@ -1,4 +1,4 @@
-// What this process's tensors take.
+// The bytes that this process's tensors take.
 #pragma once
 
 #include "lockstep/ops/memory.h"

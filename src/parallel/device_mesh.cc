@@ -129,7 +129,7 @@ struct DeviceMesh::State {
     }
   }
 
-  // Of a process that comes to a job that runs.
+  // The mesh of a process that comes to a running job.
   State(std::vector<Axis> of, const Cluster& cluster, const DeviceMeshOptions& with)
       : axes(in_one_row(std::move(of))), job(Job::newcomer(cluster, with.group.timeout_seconds)), options(with) {
     int stride = number_of_ranks(axes);
@@ -143,7 +143,7 @@ struct DeviceMesh::State {
     }
   }
 
-  // Which part of a row's copy of a model this rank has.
+  // The number of this rank's part in a row's copy of a model.
   int part() const { return claim ? claim->part() : ranks.rank() % number_of_ranks(in_one_row(axes)); }
 
   std::vector<Axis> axes;

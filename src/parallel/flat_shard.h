@@ -16,7 +16,7 @@ namespace lockstep::parallel {
 // boundary, and are cut where parts end. While it is not gathered the module's parameters have shapes, but no values.
 class FlatShard {
  public:
-  // What parameters are gathered in, and their gradients summed in.
+  // The dtypes in which parameters are gathered, and their gradients summed.
   struct Precision {
     at::ScalarType gathered, summed;
   };
@@ -47,7 +47,7 @@ class FlatShard {
   // Throws InvalidArgument where a parameter that was frozen is to be trained now, which is not possible.
   void check_frozen() const;
 
-  // Which elements of parameter i they are.
+  // The elements of parameter i that this rank's part has.
   struct Range {
     std::int64_t begin = 0, count = 0;
   };

@@ -91,7 +91,7 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
     fail("compare_copies_every is ", options.compare_copies_every, "; it must be 0 (never) or more steps");
 }
 
-// What one rank finds wrong all say.
+// All ranks throw the error that one rank finds.
 void check_on_all(const DeviceMesh& mesh, const ModelParallelOptions& options) {
   std::string wrong;
   try {

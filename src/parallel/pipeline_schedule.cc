@@ -65,7 +65,7 @@ void check_complete(const PipelineSchedule& schedule, const Places& places) {
   }
 }
 
-// What must have been done before the action.
+// The actions that must end before this action.
 std::vector<PipelineAction> needs(const PipelineSchedule& schedule, const Places& places,
                                   const PipelineAction& action) {
   const auto [kind, stage, microbatch] = action;

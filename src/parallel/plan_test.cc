@@ -271,7 +271,7 @@ TEST(Plan, ARankWithoutAPartOfASmallLayerTakesPart) {
   });
 }
 
-// What a training really takes, by the allocator.
+// Compares the plan with the bytes of a real training, by the allocator.
 TEST(Plan, MemoryIsWhatTheAllocatorCounts) {
   if (memory_stats().reserved_bytes == 0) return;  // LibTorch's own counts nothing
   const TransformerOptions options{.layers = 6, .width = 128, .head = 32, .sequence = 64};

@@ -23,7 +23,7 @@
 namespace lockstep {
 namespace {
 
-// What a forward depends on beside its input: random numbers, the precision of operators, and who has other positions.
+// The state that a forward uses beside its input: random numbers, precision of operators, and who has other positions.
 class ForwardState {
  public:
   explicit ForwardState(c10::Device device)

@@ -78,7 +78,7 @@ class GreedySchedule {
                                           : at(stage).weight;
   }
 
-  // Whether what the stage's next action of this kind needs is there.
+  // True where the stage's next action of this kind has its inputs.
   bool is_ready(Kind kind, int stage, double now) {
     const auto i = done(kind, stage).size();
     const auto has = [&](const std::vector<double>& passed) { return passed.size() > i && passed[i] <= now; };
@@ -214,7 +214,7 @@ PipelineSchedule interleaved(int ranks, int stages, int microbatches, const std:
 PipelineSchedule zero_bubble(int ranks, int stages, int microbatches, const std::vector<PipelineCosts>& costs) {
   auto schedule = begin_one_stage_a_rank("zero_bubble", ranks, stages, microbatches);
   for (int rank = 0; rank < ranks; ++rank) {
-    // As one_forward_one_backward, with gradients of weights `rank` microbatches later than those of inputs.
+    // This is one_forward_one_backward, with gradients of weights `rank` microbatches later than those of inputs.
     auto& actions = schedule.actions[static_cast<std::size_t>(rank)];
     const int warm_up = ranks - 1 - rank;
     for (int i = -warm_up; i < microbatches + rank; ++i) {

@@ -225,7 +225,7 @@ void ShardedUnits::use(std::size_t index, std::uint64_t call) {
   if (options_.prefetch) prefetch();
 }
 
-// What followed this use in the step before.
+// Begins to gather the unit that followed this use in the step before.
 void ShardedUnits::prefetch() {
   const auto next = uses_.size();
   if (next >= uses_before_.size() || uses_before_[next - 1] != uses_.back()) return;

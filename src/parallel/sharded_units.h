@@ -1,4 +1,4 @@
-// Which parameters of fully_shard are gathered when, and the gradients of a backward.
+// Decides when parameters of fully_shard are gathered, and reduces the gradients of a backward.
 #pragma once
 
 #include <functional>

@@ -38,7 +38,7 @@ class WeightGradients {
 // graph, without hooks of its own (register_hook), is left for later.
 Tensor split_linear(const Tensor& x, const Tensor& weight, const Tensor& bias);
 
-// Of a weight: its linear layers are split_linear.
+// The hook of a weight whose linear layers become split_linear.
 class SplitWeight final : public ops::ParameterHook {
  public:
   explicit SplitWeight(const Tensor& weight) : weight_(weight) {}

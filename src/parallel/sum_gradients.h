@@ -12,7 +12,7 @@ namespace lockstep::parallel {
 // rank has a gradient of stays without. Collective.
 void sum_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks);
 
-// Whether the ranks have different parts of the parameter, each with the gradient of all ranks' losses.
+// True where the ranks have different parts of the parameter, each with the gradient of all ranks' losses.
 bool is_divided_among(const Tensor& parameter, const Communicator& ranks);
 
 }  // namespace lockstep::parallel

@@ -21,7 +21,7 @@ Tensor find(const StageParameter& wanted, const torch::nn::Module& module) {
                              suggestion(wanted.name, parameters.keys())));
 }
 
-// Of a copy that is not the first.
+// Marks a copy that is not the first.
 struct TiedCopy final : ops::ParameterHook {};
 
 }  // namespace

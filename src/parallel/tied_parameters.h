@@ -41,7 +41,7 @@ class TiedParameter {
   Communicator ranks_;           // those that have copies
 };
 
-// Whether a parameter is one of several copies and not the first.
+// True where a parameter is one of several copies and not the first.
 bool is_tied_copy(const Tensor& parameter);
 
 }  // namespace lockstep::parallel

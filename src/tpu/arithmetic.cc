@@ -73,7 +73,7 @@ void clamp_by_tensors(Call& call) {
   call.returns(Tensors{x});
 }
 
-// Whether any, or all, are not 0: of all elements, or of those along dimensions.
+// True where any, or all, elements are not 0: over the whole tensor, or along dimensions.
 Lowering truth(bool any, bool has_dimensions) {
   return [=](Call& call) {
     const auto x = call.tensor(0);

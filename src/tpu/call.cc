@@ -115,7 +115,7 @@ std::vector<Value> Call::values(std::size_t i) {
   return all;
 }
 
-// As LibTorch converts numbers: towards zero.
+// Converts numbers as LibTorch does: towards zero.
 Value Call::number(std::size_t i, const Shape& shape) {
   const auto number = scalar(i);
   if (pjrt::is_floating(shape.dtype) || shape.dtype == DType::boolean)

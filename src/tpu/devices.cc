@@ -55,7 +55,7 @@ std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const 
   }
 }
 
-// What each process says, by rank.
+// Returns the text of each process, by rank.
 std::vector<std::string> exchange(const ops::ProgramProcesses& processes, Deadline deadline, const std::string& what,
                                   const std::string& mine) {
   std::vector<std::string> keys;
@@ -129,7 +129,7 @@ Replicas open(const ops::ProgramDevicesOptions& options) {
 
 constexpr std::size_t kKeptPrograms = 32;
 
-// What a program needs of a device; 0 where the plugin does not tell.
+// The bytes that a program needs on a device; 0 where the plugin does not tell.
 std::int64_t bytes_of(const pjrt::Program& program) {
   try {
     return program.memory().total();
@@ -184,8 +184,8 @@ bool Devices::has_our_devices(const pjrt::Executable& executable) const {
                     [](const auto& a, const auto& b) { return a.id == b.id; });
 }
 
-// XLA's products by XNNPACK wait on a thread of the CPU client's pool for others of it: where replicas wait for each
-// other on these as well, none may be left.
+// XLA's products by XNNPACK wait on a thread of the CPU client's pool for other threads of the pool. Replicas wait for
+// each other on these threads as well, so none may be left.
 std::vector<std::pair<std::string, bool>> Devices::switches() const {
   if (replicas_.client->platform() != "cpu" || all_replicas() == 1) return {};
   return {{"xla_cpu_use_xnnpack", false}};

@@ -13,7 +13,7 @@ namespace {
 
 using pjrt::is_floating;
 
-// Of integers, what LibTorch computes with in functions such as exp: its default dtype.
+// The dtype of functions such as exp: for integers, LibTorch's default dtype.
 DType floating(DType dtype) {
   return is_floating(dtype) ? dtype : ops::dtype_of(at::typeMetaToScalarType(at::get_default_dtype()));
 }
@@ -67,7 +67,7 @@ Lowering unary_of_any(const char* operation) {
   return [operation](Call& call) { call.returns({call.program().unary(operation, call.value(0))}); };
 }
 
-// Of integers x itself, which is rounded already.
+// Rounds x; integers are left as they are.
 Lowering rounding(const char* operation) {
   return [operation](Call& call) {
     const auto x = call.value(0);

@@ -11,7 +11,7 @@
 
 namespace lockstep::tpu {
 
-// What decides what a compiler makes.
+// All that decides the compiler's result.
 struct ProgramKey {
   std::string text;
   pjrt::CompileOptions options;

@@ -226,7 +226,7 @@ void log_softmax_backward(Call& call) {
   call.returns({program.convert(program.binary("stablehlo.subtract", of.gradient, share), of.dtype)});
 }
 
-// Which class dimension scores of these sizes have: [batch, classes, ...], or [classes].
+// The class dimension of scores of this shape: [batch, classes, ...], or [classes].
 std::int64_t classes_of(const Shape& shape) { return shape.sizes.size() == 1 ? 0 : 1; }
 
 // Where each example's class is, but where that is `ignored`; for targets [batch, ...].

@@ -188,7 +188,7 @@ bool TracedStep::replace_host_tensors(const ops::OperatorCall& call) {
   return replaced;
 }
 
-// What LibTorch would compute over all examples of a batch, whether they count or not.
+// Replaces operators that LibTorch would compute over all examples of a batch, whether they count or not.
 bool TracedStep::compose(const ops::OperatorCall& call) {
   if (call.name() != "aten::batch_norm" || call.tensor(0).device() != device()) return false;
   call.finish(batch_norm(call, row_counts(call.tensor(0).size(0))));

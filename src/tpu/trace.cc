@@ -30,7 +30,7 @@ std::atomic<std::thread::id> tracing_thread;  // none: no Trace lives
 Trace* current = nullptr;                     // that lives, for its thread and autograd's
 std::atomic<std::int64_t> traces = 0;
 
-// Whether a Trace was ever made: until then a process has no such device.
+// True once a Trace was made: until then a process has no such device.
 std::atomic<bool> is_used = false;
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -138,7 +138,7 @@ void register_device() {
   (void)registered;
 }
 
-// Whether autograd, which starts its threads with the process's first backward, has one for the device.
+// True where autograd, which starts its threads with the process's first backward, has one for the device.
 bool has_backward() {
   try {
     const at::AutoGradMode with_gradients(true);

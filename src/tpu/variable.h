@@ -37,7 +37,7 @@ class Variable final : public ops::DeviceVariable, public std::enable_shared_fro
   void lose();
   std::shared_ptr<const Values> give(Values values);
 
-  // Of all together, since what is written to one of the host's tensors counts as written to all views of its memory.
+  // Fetches all together, since a write to one of the host's tensors counts as a write to all views of its memory.
   static void fetch(const std::vector<std::shared_ptr<Variable>>& variables, Deadline deadline);
 
  private:

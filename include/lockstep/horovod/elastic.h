@@ -45,7 +45,7 @@ class HostsUpdatedInterrupt : public Error {
   using Error::Error;
 };
 
-// What ranks have in common, and the copy of it that the last commit made. One thread.
+// The state that ranks have in common, and the copy that the last commit made. One thread.
 class State {
  public:
   virtual ~State() = default;
@@ -54,7 +54,7 @@ class State {
   // that depend on them.
   void register_reset_callbacks(std::vector<std::function<void()>> callbacks);
 
-  // Copies the state in memory, and checks. What was done since the last commit is done again where a rank is lost.
+  // Copies the state in memory, and checks. Where a rank is lost, the steps since the last commit are done again.
   void commit();
 
   // Collective. Throws HostsUpdatedInterrupt where ranks have come or one that got SIGTERM is to leave, and Interrupted
@@ -98,8 +98,8 @@ class ObjectState : public State {
   std::string saved_;
 };
 
-// The same with a module and its optimizer (not the DistributedOptimizer around it). Throws InvalidArgument in `sync`
-// for torch::optim::LBFGS.
+// An ObjectState with a module and its optimizer (not the DistributedOptimizer around it). Throws InvalidArgument in
+// `sync` for torch::optim::LBFGS.
 class TorchState : public ObjectState {
  public:
   TorchState(torch::nn::Module& module, torch::optim::Optimizer& optimizer,

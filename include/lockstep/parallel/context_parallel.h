@@ -45,7 +45,7 @@ class [[nodiscard]] ContextParallel {
   // This rank's part of a tensor that all ranks have, along `dim`. Throws InvalidArgument where it cannot be divided.
   Tensor part(const Tensor& whole, std::int64_t dim) const;
 
-  // What such a call is; and how many there were.
+  // Computes one such call; `attentions` counts them.
   Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const RingAttentionOptions& options);
   std::int64_t attentions() const { return attentions_; }
 

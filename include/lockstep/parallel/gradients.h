@@ -14,7 +14,7 @@ namespace lockstep {
 // divided among these ranks, or an expert's, has the sum over all ranks already, which becomes the mean. This is for
 // gradients that were summed over several backwards, such as a Pipeline's; DistributedDataParallel averages while
 // backward goes on. One thread a rank. Throws InvalidArgument for a negative `examples`, for parameters that
-// fully_shard divided, and where ranks with divided parameters differ in `examples`. Likewise where a batch
+// fully_shard divided, and where ranks with divided parameters differ in `examples`. Throws it also where a batch
 // normalization over these ranks (convert_sync_batchnorm) has weighed them otherwise in the last backward.
 void average_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks, double examples = 1);
 

@@ -1,5 +1,5 @@
-// Tensor parallelism: each rank has a part of a layer's weights and makes that part of the layer's work (Shoeybi et al.
-// 2019; with sequence parallelism: Korthikanti et al. 2022). Follows torch.distributed.tensor.parallel.
+// Tensor parallelism: each rank has a part of a layer's weights and does that part of the layer's work. Shoeybi et al.
+// 2019; with sequence parallelism: Korthikanti et al. 2022. Follows torch.distributed.tensor.parallel.
 //
 //   lockstep::parallelize_module(*net, mesh["tensor"], {
 //       {"token",        lockstep::RowwiseParallel()},                  // an embedding: each rank has some of the ids
@@ -47,7 +47,7 @@ struct ColwiseParallel {
   Layout input = Replicate();
   Layout output = Shard{-1};
 
-  // Of a linear layer whose output is several parts one after the other, such as 3 for [queries, keys, values]: each
+  // For a linear layer whose output is several parts one after the other, such as 3 for [queries, keys, values]: each
   // rank gets a part of each. 1 where the features are ordered by head.
   std::int64_t parts = 1;
 };
