@@ -51,7 +51,7 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::cpu)
   endif()
   # LibTorch registers its kernels when it is loaded, so it must be linked even where no symbol of it is named.
   target_link_libraries(LibTorch::cpu INTERFACE -Wl,--no-as-needed ${_libraries} -Wl,--as-needed)
-  # CMake gives programs the folder of the libraries above to look in; the wheel's know where their own are.
+  # CMake tells programs the folder of the libraries above; the wheel's libraries find their own.
   foreach(_folder IN LISTS _folders)
     target_link_options(LibTorch::cpu INTERFACE -Wl,-rpath-link,${_folder})
   endforeach()

@@ -262,7 +262,7 @@ TEST(ClusterCoordinator, ALoopGoesOnFromItsCheckpointWithOtherServers) {
   }
 }
 
-// Saved with servers, restored by one device; the other way round is refused.
+// One device restores what was saved with servers; the other way round is refused.
 TEST(ClusterCoordinator, ACheckpointOfALoopIsRestoredWithoutServers) {
   const auto folder = fresh_folder("cluster_coordinator", "without servers");
   const auto optimizer_of = [](const Strategy& strategy, auto& net) {

@@ -284,7 +284,7 @@ struct MeshNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(MeshNet);
 
-// Those that are trained, tied ones once.
+// The parameters that are trained, tied ones once.
 inline std::vector<at::Tensor> trained_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> all;
   std::set<const at::TensorImpl*> seen;

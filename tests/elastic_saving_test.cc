@@ -85,7 +85,7 @@ TEST_F(ElasticSaving, AnotherWorkerIsLostWhileTheOthersRegroupOrSave) {
   }
 }
 
-// And writes its part of the checkpoints that come then.
+// The newcomer also writes its part of the checkpoints that come then.
 TEST_F(ElasticSaving, ANewcomerJoinsWhileTheOthersWriteInTheBackground) {
   const auto folder = fresh_folder("elastic_saving", "newcomer");
   auto job = elastic_job(ELASTIC_PROGRAM,
@@ -98,7 +98,7 @@ TEST_F(ElasticSaving, ANewcomerJoinsWhileTheOthersWriteInTheBackground) {
     EXPECT_TRUE(std::filesystem::exists(folder / text("ckpt-", epoch, ".safetensors"))) << job.text();
 }
 
-// Written by the chief, or in the background by all. There is room again before the last checkpoints.
+// The chief writes, or all in the background. There is room again before the last checkpoints.
 TEST_F(ElasticSaving, AFullDiskDoesNotEndTheTraining) {
   for (const int background : {0, 1}) {
     SCOPED_TRACE(background);

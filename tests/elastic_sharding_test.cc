@@ -64,7 +64,7 @@ class ElasticSharding : public testing::Test {
   }
 };
 
-// Also a second one while the others regroup, move the state or go back to a backup, of which there is one.
+// A second one may be lost while the others regroup, move the state or go back to a backup, of which there is one.
 TEST_F(ElasticSharding, WorkersMayBeLostAtAnyMoment) {
   const char* const asked = std::getenv("LOCKSTEP_FAULT_ROUNDS");
   const int rounds = asked == nullptr ? 6 : std::atoi(asked);
@@ -120,7 +120,7 @@ TEST_F(ElasticSharding, WithoutABackupItEndsAndSaysSo) {
   EXPECT_NE(output.find("BackupAndRestore makes checkpoints to which fit can go back"), std::string::npos) << output;
 }
 
-// Neighbours, of which each has the only copy of the other's shards, one after the other.
+// Two neighbours leave, one after the other. Each has the only copy of the other's shards.
 TEST_F(ElasticSharding, WorkersThatAreToldToEndLeaveBehindTheirSteps) {
   auto job = run({"STEP_MS=20", "VICTIM=3", "STEP=10", "PLACE=print"}, 4, 2);
   const int one = process_of(job, 0), other = process_of(job, 1);

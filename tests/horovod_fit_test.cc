@@ -16,7 +16,7 @@ namespace {
 
 namespace hvd = horovod;
 
-// Each with a strategy of its own.
+// Runs ranks, each with a strategy of its own.
 void on_ranks(int size, const std::function<void(int)>& body) {
   hvd::on_ranks(size, [&](int rank) {
     const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
@@ -69,7 +69,7 @@ TEST(HorovodFit, RanksTogetherAreOneProcessOnAllExamples) {
   }
 }
 
-// Without Horovod: each process gives all the data, and trains on its part of every batch.
+// An optimizer without Horovod: each process gives all the data, and trains on its part of every batch.
 Optimizer with_ranks(const Group& group) {
   auto options = adam().options();
   options.gradient_ranks = GradientRanks{.ranks = group, .own_data = false};

@@ -94,7 +94,7 @@ struct Trained {
   Tensor predicted;
 };
 
-// On all ranks, in host memory. Collective.
+// Returns whole weights on all ranks, in host memory. Collective.
 inline parallel::Parameters whole_weights(const ReplicatedModule& module) {
   parallel::Parameters weights;
   const auto& parameters = unwrap(module);

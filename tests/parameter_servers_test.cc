@@ -275,7 +275,7 @@ AnyCallback fails_at(std::int64_t batch, int epoch) {
                              }});
 }
 
-// Each training is begun with one kind of strategy, fails, and goes on with another one: in all, as if nothing was.
+// Each training begins with one kind of strategy, fails, and goes on with another one, as if it had not failed.
 TEST(ParameterServers, ATrainingGoesOnFromAFullCheckpointOfAnyStrategy) {
   const auto initial = initial_weights(at::kDouble);
   const auto data = make_data(at::kDouble, true).shuffle(26, {.seed = 3}).batch(7);  // 4 batches

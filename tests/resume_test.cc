@@ -97,7 +97,7 @@ TEST_F(Resume, AProgramThatFailedAfterFitDoesNotTrainAnew) {
   EXPECT_FALSE(fs::exists(folder / "backup" / "backup.safetensors"));
 }
 
-// --- the same with two workers, of which one is killed or interrupted
+// --- two workers, of which one is killed or interrupted
 
 Ended run_job(const fs::path& folder, int step, int signal, int worker, int restarts) {
   std::ostringstream command;

@@ -296,7 +296,7 @@ TEST(ShardingWhereTheChiefHasNone, ASumIsOfAllWhoHaveExamples) {
     weights.add(strategy, train(strategy, data, 8));  // the chief has examples in two of the steps
   }));
   EXPECT_TRUE(equal_bits(weights.values().at(0), weights.values().at(1)));
-  // One process that makes the same sums: of each step's examples of both.
+  // One process makes the same sums: over each step's examples of both workers.
   std::vector<std::int64_t> sizes{2, 2, 1, 1, 1, 1, 1, 1};
   auto w = at::zeros({3, 1}, at::kDouble), b = at::zeros({1}, at::kDouble);
   const auto ones = at::ones({1, 3}, at::kDouble);

@@ -37,7 +37,7 @@ def port_of(pid):
 
 
 class Process:
-    """One that another process has started."""
+    """A process that another process has started."""
 
     def __init__(self, pid):
         self.pid = pid
@@ -65,7 +65,7 @@ class Jobs(unittest.TestCase):
         return process
 
     def start_training(self, *options, epochs=6, work_ms=10, program=()):
-        """Its process, and the port at which its only server answers, once it trains."""
+        """Starts a job; returns its process, and the port at which its only server answers, once it trains."""
         job = self.start(LOCKSTEP, "run", "--workers", "1", "--ps", "1", *options, SERVERS, str(epochs), str(work_ms), *program)
         wait_for(lambda: "trains" in job.output() or job.poll() is not None)
         server = int(re.search(r"ps 0 at (\d+)", job.output())[1])
@@ -158,7 +158,7 @@ class Jobs(unittest.TestCase):
         return ranks
 
     def stop_in_a_save(self, processes, folder, act):
-        """While the file that they write has no name yet: its open waits until all are stopped, and ends with that."""
+        """Calls act with processes stopped while the file that they write has no name yet: its open waits until all are stopped."""
         ended = lambda: any(process.poll() is not None for process in processes)
         with HeldOpens(folder) as opens:
             held = opens.wait(until=ended)

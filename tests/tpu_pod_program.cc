@@ -152,7 +152,7 @@ void differ_in_order() {
   for (auto& model : models) model.train_on_batch(batch);
 }
 
-// With as many devices as the environment says, in this process alone.
+// Trains in this process alone, with as many devices as the environment says.
 void train_alone() { print("dropout", numbers_of_dropout(TPUStrategy())); }
 
 }  // namespace

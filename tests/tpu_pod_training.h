@@ -90,7 +90,7 @@ inline std::vector<double> numbers_of_dropout(const Strategy& strategy) {
   return numbers;
 }
 
-// Where one worker's data end before the other's.
+// Numbers of a training in which one worker's data end before the other's.
 inline std::vector<double> numbers_of_unequal_data(const Strategy& strategy) {
   set_random_seed(5);
   const auto scope = strategy.scope();

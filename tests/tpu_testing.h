@@ -11,7 +11,7 @@
 
 namespace lockstep {
 
-// On as many devices of the plugin for CPUs.
+// A strategy on as many devices of the plugin for CPUs.
 inline TPUStrategy tpu(int replicas) {
   return TPUStrategy(
       TPUClusterResolver("", {.plugin = CPU_PLUGIN, .plugin_options = {{"cpu_device_count", std::int64_t{replicas}}}}));

@@ -150,7 +150,7 @@ TEST(WorkersDiffer, InWhatACallbackOfTheChiefAloneDoes) {
   }
 }
 
-// Equal in the first batch of the first epoch, and not later.
+// The data are equal in the first batch of the first epoch, and not later.
 TEST(WorkersDiffer, InTheirDataOfALaterEpochOrStep) {
   const auto fit = [](const std::function<Dataset(int worker)>& data, std::int64_t every) {
     return run_workers(

@@ -117,8 +117,8 @@ Result synchronize(const Handle<Result>& handle) {
   return handle.wait();
 }
 
-// Elementwise over all ranks, whose tensors have one shape and dtype. Those that end in _ write the result to the
-// tensor; grouped ones reduce several tensors together. A rank that has joined counts as zeros, in sums and averages.
+// Reduce elementwise over all ranks, whose tensors have one shape and dtype. Calls that end in _ write to the tensor;
+// grouped ones reduce several tensors together. A rank that has joined counts as zeros, in sums and averages.
 Handle<Tensor> allreduce_async(const Tensor& tensor, const ReduceOptions& options = {});
 Handle<Tensor> allreduce_async_(Tensor tensor, const ReduceOptions& options = {});
 Handle<Tensors> grouped_allreduce_async(const Tensors& tensors, const ReduceOptions& options = {});
@@ -151,7 +151,7 @@ Handle<AlltoallResult> alltoall_async(const Tensor& tensor, const std::vector<st
 AlltoallResult alltoall(const Tensor& tensor, const std::vector<std::int64_t>& splits = {},
                         const std::string& name = "");
 
-// Elementwise over all ranks; each rank gets as many rows of it, and the first ones one more where they do not divide.
+// Reduces elementwise over all ranks. Each gets equally many rows, the first ones one more where rows do not divide.
 Handle<Tensor> reducescatter_async(const Tensor& tensor, const ReduceOptions& options = {});
 Handle<Tensors> grouped_reducescatter_async(const Tensors& tensors, const ReduceOptions& options = {});
 Tensor reducescatter(const Tensor& tensor, const ReduceOptions& options = {});

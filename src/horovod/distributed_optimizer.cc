@@ -19,7 +19,7 @@ struct Parameters {
   std::vector<Tensor> tensors;
 };
 
-// Those of the optimizer that require gradients.
+// The optimizer's parameters that require gradients.
 Parameters parameters_of(const torch::optim::Optimizer& optimizer,
                          const torch::OrderedDict<std::string, Tensor>& named) {
   std::map<const void*, std::string> names;
@@ -131,8 +131,8 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     return hash;
   }
 
-  // Before the first step: from other values the ranks would train apart. A rank that had joined then makes its first
-  // step later, when others have compared. All look at the same announcements, so that all throw or none.
+  // Compares values before the first step: from other values the ranks would train apart. A rank that had joined then
+  // makes its first step later, when others have compared. All look at the same announcements: all throw or none.
   static void compare_values(const std::vector<Announcement>& all) {
     const Announcement* first = nullptr;
     for (const auto& each : all) {

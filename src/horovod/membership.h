@@ -47,8 +47,8 @@ class Membership {
   std::array<double, 3> says();
   bool changes(const std::array<double, 3>& sums);
 
-  // The next generation of the ranks, without the lost ones: the process's session is theirs then. Again where others
-  // are lost meanwhile. Throws Interrupted on a rank that leaves. Collective.
+  // Goes on with the next generation of ranks, without the lost ones, and makes its session the process's. Does so
+  // again where others are lost meanwhile. Throws Interrupted on a rank that leaves. Collective.
   void regroup(std::vector<int> lost);
 
  private:

@@ -201,8 +201,7 @@ TEST(Dense, GradientsThroughAFrozenWeightOrInputAreLibTorchs) {
   }
 }
 
-// Memory that is offered for a weight's gradient takes the first that backward makes; what else there is of it is
-// added.
+// The first gradient of a weight in backward is written to the offered memory; later ones are added.
 TEST(Dense, GradientsAreWrittenToOfferedMemory) {
   const auto x = at::rand({8, 16}), w = at::rand({16, 16});
   for (const int uses : {1, 2}) {

@@ -246,7 +246,7 @@ bool has_values(const at::Tensor& parameter) { return parameter.numel() == 0 || 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 WithoutHooks::WithoutHooks(const at::Tensor& parameter) {
-  // An operator that reads it, and mostly copies nothing. Tensor::contiguous itself would call none.
+  // Calls an operator that reads the parameter, and mostly copies nothing. Tensor::contiguous itself would call none.
   if (has_hooks(parameter)) {
     only_brings_values = true;
     const auto ends = c10::make_scope_exit([] { only_brings_values = false; });

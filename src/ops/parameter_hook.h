@@ -80,21 +80,21 @@ class ParameterHook {
  public:
   virtual ~ParameterHook() = default;
 
-  // Before an operator runs whose argument `i` is the parameter or a view of it; for all parameters with hooks that the
-  // operator takes.
+  // Called before an operator runs whose argument `i` is the parameter or a view of it; for each parameter with hooks
+  // that the operator takes.
   virtual void before(const OperatorCall& /*call*/, std::size_t /*i*/) {}
 
-  // Then: carries out the operator in another way, ending with call.finish, and returns true; else does nothing. The
-  // first hook that returns true decides.
+  // Called then: carries out the operator in another way, ending with call.finish, and returns true; else does nothing.
+  // The first hook that returns true decides.
   virtual bool run(const OperatorCall& /*call*/, std::size_t /*i*/) { return false; }
 
-  // Last, where no hook has carried out the operator: the hook may replace the argument at `place`, which may be an
-  // element of a list. The hook may also carry out the operator, and return true.
+  // Called last, where no hook has carried out the operator: the hook may replace the argument at `place`, which may be
+  // an element of a list. The hook may also carry out the operator, and return true.
   virtual bool otherwise(const OperatorCall& /*call*/, const ArgumentPlace& /*place*/) { return false; }
 };
 
-// While it lives, all operators that its thread calls, and backwards that the thread calls, come to `see` first. Those
-// that `see` calls do not. One lives at a time in the process.
+// While one lives, all operators that its thread calls, and backwards that the thread calls, come to `see` first.
+// Operators that `see` calls do not. One lives at a time in the process.
 class OperatorMode {
  public:
   // `see` carries out the operator, and returns true; else it does nothing.

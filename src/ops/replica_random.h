@@ -36,7 +36,7 @@ class ReplicaRandom {
   at::Generator generator_;
 };
 
-// From which LibTorch's operators on the CPU draw in this thread: a replica's generator, or the default one.
+// The generator from which LibTorch's CPU operators draw in this thread: a replica's, or the default one.
 at::Generator generator_of_thread();
 
 // Read and set the state of the generator that LibTorch keeps for a GPU. Any thread.

@@ -27,7 +27,7 @@ class DeviceVariable {
   virtual ~DeviceVariable() = default;
 };
 
-// Several, whose tensors of the host may be views of the same memory.
+// Several variables, whose tensors of the host may be views of the same memory.
 class DeviceVariables {
  public:
   virtual ~DeviceVariables() = default;
@@ -50,7 +50,7 @@ class StepTrace {
   // it is the variable's new value.
   virtual at::Tensor value_of(DeviceVariable& variable) = 0;
 
-  // Over all replicas, on which the results are equal; without gradients. Values of one dtype are sent together.
+  // Exchange values of all replicas, with equal results on all; without gradients. A dtype's values are sent together.
   virtual std::vector<at::Tensor> all_reduce(ReduceOp op, const std::vector<at::Tensor>& values) = 0;
   virtual at::Tensor all_gather(const at::Tensor& value, std::int64_t axis) = 0;
 
@@ -75,10 +75,10 @@ class StepTrace {
   virtual void after_update(std::function<void()> act) = 0;
 };
 
-// The one that this thread traces, or computes gradients for; null: none.
+// The step that this thread traces, or computes gradients for; null: none.
 StepTrace* current_trace();
 
-// Makes it so while it lives, for threads that see the OperatorMode of then.
+// Makes `trace` the current one while this lives, for threads that see the OperatorMode of then.
 class UseTrace {
  public:
   explicit UseTrace(StepTrace& trace);
@@ -159,8 +159,8 @@ class ProgramDevices {
   // not by their memory.
   virtual std::unique_ptr<DeviceVariables> variables(std::vector<Tensors> hosts) = 0;
 
-  // Calls step.function once, and compiles what it did. Throws what it throws; Error naming an operator that cannot be
-  // compiled; DeviceError with the compiler's text.
+  // Calls step.function once, and compiles what it did. Throws what the function throws; Error naming an operator that
+  // cannot be compiled; DeviceError with the compiler's text.
   virtual std::unique_ptr<CompiledProgram> compile(const Step& step) = 0;
 };
 

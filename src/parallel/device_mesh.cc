@@ -194,7 +194,7 @@ void DeviceMesh::regroup(const Job& job, double timeout_seconds) const {
   axes[0].size = all.size() / row_size;
   state_->job = job;
   state_->claim.reset();
-  // Half of the time, so that one that waits in vain finds the others waiting for it.
+  // A Group may take half of the time, so that a rank that waits in vain finds the others waiting for it.
   const auto first_gone = [members = job.members(), registry = job.registry()] {
     return elastic::first_gone(members, *registry);
   };

@@ -36,7 +36,7 @@ class FlatShard {
   const std::vector<std::string>& names() const { return names_; }
   const std::vector<Tensor>& parameters() const { return parameters_; }  // the module's
 
-  // This rank's part of parameter i, flat: a leaf, perhaps of no elements. They lie in one piece of memory, of
+  // This rank's part of parameter i, flat: a leaf, perhaps of no elements. Shards lie in one piece of memory, of
   // own_elements(), and may be moved together by Tensor::set_data.
   const Tensor& shard(std::size_t i) const { return shards_[i]; }
   std::int64_t own_elements() const { return part_; }
@@ -61,7 +61,7 @@ class FlatShard {
   // shard.data().
   void count_writes(const std::shared_ptr<std::atomic<std::int64_t>>& writes);
 
-  // Another number after each change of the shards.
+  // Returns another number after each change of the shards.
   std::int64_t version() const;
 
   // Throws Error where the values are there, and shards have changed since. Looks at each shard.
@@ -81,7 +81,7 @@ class FlatShard {
   bool has_taken(std::size_t i) const { return taken_[i]; }
   void forget_gradients();
 
-  // Collective: sums what ranks and replicas took. Where one took nothing it counts as zero.
+  // Collective: sums the gradients that ranks and replicas took. Where one took none it counts as zero.
   void reduce_gradients();
 
   // Adds the sums to the gradients of shards, but for parameters that no rank took a gradient of. After

@@ -26,7 +26,7 @@ struct LayerKind {
   double parameter_bytes = 0;
   double trained_bytes = 0;  // of those that are not frozen
 
-  // Its input for `examples`: of the batch for the first layer, else the sample repeated.
+  // The layer's input for `examples`: of the batch for the first layer, else the sample repeated.
   Tensor input(const MeasureInput& of, std::int64_t examples) const;
 };
 

@@ -138,7 +138,7 @@ class TimedTrial {
   double forward_link_ = 0;
 };
 
-// By one rank alone, so that threads can be ranks.
+// Counted by one rank alone, so that threads can be ranks.
 LayerBytes bytes_of_kind(const MeasureInput& input, const LayerKind& kind, LayerTrial& trial, std::int64_t examples) {
   LayerBytes bytes;
   trial.zero_grad();

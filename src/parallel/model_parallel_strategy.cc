@@ -104,7 +104,7 @@ void check_on_all(const DeviceMesh& mesh, const ModelParallelOptions& options) {
   }
 }
 
-// A process without a launcher, to which none can come.
+// True for a process without a launcher, to which no other can come.
 bool is_alone(const DeviceMesh& mesh) { return !mesh.job() || mesh.job()->stores() == nullptr; }
 
 StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions& options) {

@@ -35,7 +35,7 @@ Tensor all_to_all_rows(const Tensor& rows, const Numbers& sent, const Numbers& r
 
 Tensor exchange_rows(const Tensor& rows, const Numbers& sent, const Numbers& received, const Communicator& ranks);
 
-// Rows for ranks 0, 1, ...; the result has the rows from ranks 0, 1, ... Backward sends the gradients back.
+// Sends rows to ranks 0, 1, ...; the result has the rows from ranks 0, 1, ... Backward sends the gradients back.
 struct ExchangeRows : torch::autograd::Function<ExchangeRows> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& rows, const Numbers& sent,
                         const Numbers& received, const Communicator& ranks) {

@@ -114,7 +114,7 @@ class Buffers {
   std::vector<Kept> kept_;
 };
 
-// While it lives, a second forward reads and writes copies of the values that the first one began with.
+// While this lives, a second forward reads and writes copies of the values that the first one began with.
 class AsBeforeForward {
  public:
   explicit AsBeforeForward(const std::vector<ChangedBuffer>& changed) {

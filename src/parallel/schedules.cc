@@ -47,7 +47,7 @@ class GreedySchedule {
         stages_(static_cast<std::size_t>(schedule_.stages())),
         free_at_(static_cast<std::size_t>(schedule_.ranks())) {}
 
-  // Nothing where no rank can go on, since all keep as many microbatches as they may.
+  // Returns nothing where no rank can go on, since all keep as many microbatches as they may.
   std::optional<PipelineSchedule> finish() && {
     auto left = 3 * schedule_.stages() * schedule_.microbatches;
     while (left > 0) {
@@ -66,7 +66,7 @@ class GreedySchedule {
   }
 
  private:
-  // Microbatches pass a stage in order: when each has.
+  // The times at which microbatches have passed a stage, in order.
   struct Stage {
     std::vector<double> forward, input, weight;
   };

@@ -295,14 +295,14 @@ void ShardedUnits::begin_backward() {
   }
 }
 
-// After one that broke off: forgets what it left.
+// Forgets what a backward that broke off left.
 void ShardedUnits::forget_backward() {
   for_each_flat_shard([](FlatShard& flat) { flat.forget_gradients(); });
   backward_.reset();
   uses_.clear();
 }
 
-// On all ranks in the same order.
+// Reduces units on all ranks in the same order.
 void ShardedUnits::reduce_complete_units() {
   while (!not_reduced_.empty() && not_reduced_.back()->waits_for == 0) {
     reduce(*not_reduced_.back());

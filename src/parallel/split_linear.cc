@@ -30,7 +30,7 @@ void accumulate(const Tensor& weight, const Tensor& gradient) {
   (*torch::autograd::impl::grad_accumulator(weight))({gradient.to(weight.scalar_type())});
 }
 
-// Not where the caller has hooks on the gradient, which backward would call without one.
+// False where the caller has hooks on the gradient, which backward would call without one.
 bool can_wait(const Tensor& weight) { return weight.is_leaf() && !ops::may_keep_gradient(weight); }
 
 // Gradients are computed in the dtype of the product, which autocast chose, and have it. Their backward may be

@@ -16,10 +16,10 @@ namespace lockstep::parallel {
 // Gradients of weights that backward has left for later.
 class WeightGradients {
  public:
-  // Computes them and adds them to the weights' gradients, in the order of backward.
+  // Computes the gradients that are left and adds them to the weights', in the order of backward.
   void compute();
 
-  // While it lives, backwards that this thread calls leave gradients of weights to `later`.
+  // While this lives, backwards that this thread calls leave gradients of weights to `later`.
   class Collect {
    public:
     explicit Collect(WeightGradients& later);

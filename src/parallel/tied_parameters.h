@@ -18,7 +18,7 @@ class TiedParameter {
   TiedParameter(const std::vector<StageParameter>& copies, const PipelineSchedule& schedule, const StageModules& mine,
                 const Communicator& ranks);
 
-  // After a regroup of the pipeline's ranks. Collective over them.
+  // Called after a regroup of the pipeline's ranks. Collective over them.
   void regroup(const Communicator& ranks);
 
   // Before a step: puts aside the gradients of earlier steps.

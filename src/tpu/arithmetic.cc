@@ -33,7 +33,7 @@ Lowering of_two(TwoArguments make) {
   };
 }
 
-// With the sign of the divisor, as in Python.
+// The remainder with the sign of the divisor, as in Python.
 at::Tensor python_remainder(const at::Tensor& x, const at::Tensor& y) {
   const auto rest = at::fmod(x, y);  // with that of the dividend
   const auto other_sign = rest.lt(0).ne(at::broadcast_tensors({y, rest})[0].lt(0)).logical_and(rest.ne(0));
@@ -44,7 +44,7 @@ at::Tensor truncated(const at::Tensor& x) { return x.is_floating_point() ? at::w
 
 at::Tensor floor_quotient(const at::Tensor& x, const at::Tensor& y) {
   if (!x.is_floating_point()) return (x - python_remainder(x, y)).div(y, "trunc");
-  // By the remainder, as LibTorch does, since x / y may be rounded up to the next whole number.
+  // Uses the remainder, as LibTorch does, since x / y may be rounded up to the next whole number.
   const auto quotient = (x - python_remainder(x, y)) / y;
   const auto whole = quotient.floor();
   return at::where(y.eq(0), x / y, at::where(quotient - whole > 0.5, whole + 1, whole));

@@ -92,7 +92,7 @@ class Call {
 // How an operator becomes operations of the program.
 using Lowering = std::function<void(Call&)>;
 
-// By the operators' names, "aten::add.Tensor". Each file of lowerings adds its own.
+// Lowerings by operators' names, "aten::add.Tensor". Each file of lowerings adds its own.
 using Lowerings = std::map<std::string, Lowering>;
 const Lowerings& lowerings();
 

@@ -13,7 +13,7 @@
 namespace lockstep::tpu {
 namespace {
 
-// Each dimension several times, one after the other.
+// Repeats x along each dimension, one after the other.
 Tensors repeat(Call& call) {
   const auto times = call.integers(1);
   auto x = call.tensor(0);

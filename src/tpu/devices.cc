@@ -64,7 +64,7 @@ std::vector<std::string> exchange(const ops::ProgramProcesses& processes, Deadli
   return processes.store.get(keys, deadline);
 }
 
-// Those of all processes, in the order of the processes' ranks, which the plugin may number otherwise.
+// The devices of all processes, in the order of the processes' ranks, which the plugin may number otherwise.
 std::vector<pjrt::Device> in_order_of_ranks(const pjrt::Client& client, const ops::ProgramProcesses& processes,
                                             Deadline deadline) {
   const auto all = client.devices_of_all_processes();
@@ -84,7 +84,7 @@ std::vector<pjrt::Device> in_order_of_ranks(const pjrt::Client& client, const op
                          "finds the other hosts by TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, or by the VM's metadata"));
 }
 
-// With a process alone, those of a TPU of several hosts are not its own.
+// A process alone does not own all devices of a TPU of several hosts.
 void check_alone(const pjrt::Client& client) {
   const auto here = client.devices().size(), all = client.devices_of_all_processes().size();
   if (here == all) return;
@@ -176,7 +176,7 @@ std::string Devices::describe() const {
               compiler_flags());
 }
 
-// In their order, in which a program gets its arguments.
+// Compares devices in their order, in which a program gets its arguments.
 bool Devices::has_our_devices(const pjrt::Executable& executable) const {
   const auto& theirs = executable.devices();
   const auto& ours = replicas_.devices;

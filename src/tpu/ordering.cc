@@ -68,7 +68,7 @@ void top_k(Call& call) {
   call.returns(results);
 }
 
-// In as many steps as a sum of powers of two needs: each adds what lies 1, 2, 4, ... before.
+// Takes a step for each power of two below the size: each adds the elements 1, 2, 4, ... places before.
 void cumulate(Call& call, std::string_view operation, double neutral) {
   auto& program = call.program();
   auto x = call.value(0);

@@ -80,7 +80,7 @@ void absolute(Call& call) {
   call.returns({x.shape.dtype == DType::uint8 ? x : call.program().unary("stablehlo.abs", x)});
 }
 
-// 0 of what is not a number.
+// The sign; that of NaN is 0.
 void sign(Call& call) {
   const auto x = call.value(0);
   const auto signs = call.program().unary("stablehlo.sign", x);
@@ -215,7 +215,7 @@ void silu_backward(Call& call) {
   call.returns({times(call, gradient, times(call, y, slope))});
 }
 
-// Between numbers in places 1 and 2, of which one may be None.
+// Keeps x between the numbers in places 1 and 2, of which one may be None.
 void clamp(Call& call) {
   std::vector<std::size_t> places{0};
   for (const std::size_t place : {1, 2})

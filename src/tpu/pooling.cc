@@ -244,7 +244,7 @@ Value gradient_of_windows(Call& call, const Value& gradient, const Value& x, con
                      window_of(pool, slices, x.shape.sizes.size()), select + add);
 }
 
-// And where the largest elements are: row * columns + column of x.
+// Also returns where the largest elements are: row * columns + column of x.
 void max_pool(Call& call) {
   auto& program = call.program();
   const auto x = call.value(0);

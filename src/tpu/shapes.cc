@@ -175,7 +175,7 @@ void squeeze(Call& call) {
   call.returns({call.program().reshape(x, sizes)});
 }
 
-// To another dtype. LibTorch leaves it to this operator to give what programs may change in place.
+// Converts to another dtype. LibTorch leaves it to this operator to give a tensor that programs may change in place.
 void to_copy(Call& call) {
   if (call.has(3) && call.argument(3).toDevice().type() != device().type())
     call.refuse("what is computed while a step is traced has no value yet; make it an output of the program");

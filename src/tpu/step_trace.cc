@@ -17,7 +17,7 @@
 namespace lockstep::tpu {
 namespace {
 
-// Operators that make tensors of nothing but sizes, on the device that is named: the host's where none is. In a step
+// True for operators that make tensors of sizes alone, on the device that is named: the host's where none is. In a step
 // they mean the step's device, as in a program for a GPU that names it everywhere. Not those whose memory the host
 // fills.
 bool makes_tensors(const ops::OperatorCall& call) {

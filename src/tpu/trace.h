@@ -22,9 +22,9 @@ class Trace {
   // The device of the program: operators may have another lowering for CPUs, where XLA has other strengths.
   enum class Target { cpu, others };
 
-  // The process's first one must be made before its first backward, with which autograd begins its threads. Throws
-  // DeviceError where that was not so, or another library has taken LibTorch's device type PrivateUse1; Error where a
-  // Trace lives.
+  // The process's first Trace must be made before the first backward, with which autograd begins its threads. Throws
+  // DeviceError where it was not, or another library has taken LibTorch's device type PrivateUse1; Error where a Trace
+  // lives.
   explicit Trace(Target target = Target::cpu);
   ~Trace();
   Trace(const Trace&) = delete;
@@ -33,7 +33,7 @@ class Trace {
   // The next argument of the program.
   at::Tensor argument(at::IntArrayRef sizes, at::ScalarType dtype);
 
-  // Over all replicas: by "stablehlo.add", "stablehlo.maximum", ...; and one after the other along `axis`.
+  // Reduce over all replicas by "stablehlo.add", "stablehlo.maximum", ...; and gather values of all along `axis`.
   std::vector<at::Tensor> all_reduce(std::string_view operation, const std::vector<at::Tensor>& values, int replicas);
   at::Tensor all_gather(const at::Tensor& value, std::int64_t axis, int replicas);
 

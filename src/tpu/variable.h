@@ -29,8 +29,8 @@ class Variable final : public ops::DeviceVariable, public std::enable_shared_fro
 
   const std::vector<at::Tensor>& host() const { return host_; }
 
-  // Those of all replicas, after what was written into the host's tensors was copied. Throws DeviceError where they are
-  // lost. To free them waits for the end of a run that uses or makes them.
+  // The values of all replicas, after copying those that were written into the host's tensors. Throws DeviceError where
+  // values are lost. To free values waits for the end of a run that uses or makes them.
   std::shared_ptr<const Values> values();
 
   // A program's run takes the values, which are lost, and gives others, which it returns.

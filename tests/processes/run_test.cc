@@ -176,7 +176,7 @@ TEST(Launch, RestartsAsOftenAsItMay) {
   EXPECT_EQ(exit_status(ends), 0);
 }
 
-// Hosts that are this one: a launcher for each, as for others, but for ssh.
+// All hosts are this one. Each has a launcher, as others have, but without ssh.
 TEST(LaunchOverHosts, RanksAreNumberedThroughAndKnowTheirHost) {
   auto job =
       run({"-H", "localhost:2,127.0.0.1:1"},

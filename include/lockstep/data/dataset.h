@@ -113,8 +113,8 @@ class Dataset {
   // any thread. Follows list_files().interleave() with a cycle_length of 1.
   static Dataset from_files(std::vector<std::string> paths, std::function<Dataset(const std::string& path)> read);
 
-  // Each element through `function`, in order. The function owns what it gets and may change it in place. With several
-  // calls at once the function must be thread safe.
+  // Passes each element through `function`, in order. The function owns its argument and may change it in place. With
+  // several calls at once the function must be thread safe.
   Dataset map(std::function<Example(Example)> function, MapOptions options = {}) const;
 
   // Keeps the elements of the first whole epoch in memory, or in `file` (made if missing, read if there), as one tensor

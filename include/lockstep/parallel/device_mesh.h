@@ -68,7 +68,7 @@ class DeviceMesh {
   // This rank's coordinate on an axis.
   int coordinate(const std::string& axis) const { return (*this)[axis].rank(); }
 
-  // The processes of which it was made; none where it was made of a Communicator.
+  // The processes of the mesh; none where the mesh was made of a Communicator.
   const std::optional<Job>& job() const;
   const DeviceMeshOptions& options() const;
 
@@ -78,8 +78,8 @@ class DeviceMesh {
  private:
   friend class parallel::MeshParallelism;
 
-  // Goes on with the job's next generation: the first axis gets as long as that needs. Collective over its ranks,
-  // between steps. `timeout_seconds`: until they have come.
+  // Goes on with the job's next generation: the first axis gets as long as that generation needs. Collective over its
+  // ranks, between steps. `timeout_seconds`: until they have come.
   void regroup(const Job& job, double timeout_seconds) const;
 
   // This rank's number among those with the same coordinate on the first axis.

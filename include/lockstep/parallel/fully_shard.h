@@ -57,9 +57,9 @@ struct FullyShardOptions {
 // The shards of a module's parameters. A parameter of the module has values only while operators use it. They are
 // gathered when an operator of forward or backward first reads it, and given up when one reads parameters of other
 // units alone. So all ranks call the same operators, on units in the same order, and the module's code stays as it is.
-// Functions that take the address of a parameter's values without an operator of LibTorch cannot be used in it, nor can
-// a backward inside backward: recompute activations with lockstep::recompute. torch::save of the module writes no
-// values: save what `gather` returns. Optimizers get `parameters()`: one of the module's own parameters would change
+// Functions that take the address of a parameter's values without an operator of LibTorch cannot be used in the module,
+// nor can a backward inside backward: recompute activations with lockstep::recompute. torch::save of the module writes
+// no values: save what `gather` returns. Optimizers get `parameters()`: one of the module's own parameters would change
 // nothing. Messages between ranks go through host memory.
 //
 // After an exception in backward call release(), or the module's forward, before the next one.

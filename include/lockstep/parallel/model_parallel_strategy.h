@@ -34,7 +34,7 @@ using LayoutMap = std::vector<std::pair<std::string, std::vector<std::string>>>;
 
 struct ModelParallelOptions {
   // The axis along which ranks have the same parts of a model and train on other examples: keras.distribution's
-  // batch_dim_name. Where the mesh has neither it nor shard_axis, all ranks have the same examples.
+  // batch_dim_name. Where the mesh has neither this axis nor shard_axis, all ranks have the same examples.
   std::string batch_axis = "data";
 
   // How models are divided along the axis `tensor_axis`: as parallelize_module.

@@ -38,7 +38,7 @@ class MoEImpl : public torch::nn::Module {
   // `make_expert` returns a module holder, or a shared_ptr to a module, with `Tensor forward(Tensor)`, [tokens, width]
   // to the same. It is called for all experts, so that initial values are those of one process with the same seed; this
   // rank's are kept, as "expert<number>". Throws InvalidArgument where the number of experts is not a multiple of the
-  // number of ranks, and for a top_k that is not between 1 and it.
+  // number of ranks, and for a top_k that is not between 1 and the number of experts.
   template <class Factory>
   MoEImpl(MoEOptions options, std::int64_t width, const Factory& make_expert, Communicator ranks = {})
       : MoEImpl(options, width, internal::maker(make_expert), internal::forward_of<Factory>(), std::move(ranks)) {}

@@ -30,8 +30,8 @@ class Optimizer;
 namespace lockstep {
 
 struct PlanOptions {
-  // To plan for. 0: the ranks that measure. More than these: what none of them could measure is computed from what
-  // they did, and marked in the table.
+  // The ranks to plan for. 0: those that measure. For more ranks, costs that these cannot measure are computed from
+  // costs that they did, and marked in the table.
   int ranks = 0;
 
   double memory_bytes = std::numeric_limits<double>::infinity();  // that a rank may use
@@ -39,8 +39,8 @@ struct PlanOptions {
   // How parallelize_module divides the layers: layer i's modules are called "i.name". Empty: no tensor parallelism.
   ParallelPlan tensor = {};
 
-  // Those that are tried, where they divide the examples of a data rank; in a pipeline not fewer than its ranks where
-  // there are more. The first whose step takes at most 1.02 of the fastest one's is chosen.
+  // The numbers to try, where they divide the examples of a data rank; a pipeline tries none below its ranks where
+  // others are left. The first whose step takes at most 1.02 of the fastest one's is chosen.
   std::vector<int> microbatches = {1, 2, 4, 8, 16};
 
   // The optimizer whose step is measured. Empty: torch::optim::AdamW.

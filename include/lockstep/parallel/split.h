@@ -84,8 +84,8 @@ class SplitModel {
   // This rank's: what optimizers get.
   const std::vector<Tensor>& parameters() const;
 
-  // Its modules, for evaluation and timelines, and for saving where the split does not shard: else their parameters
-  // have no values of their own.
+  // This rank's modules, for evaluation and timelines, and for saving where the split does not shard: else their
+  // parameters have no values of their own.
   Pipeline& pipeline();
 
   // The shards of this rank's stages, for saving and loading: gather and load are collective over the data axis;

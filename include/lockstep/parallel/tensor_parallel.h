@@ -71,15 +71,15 @@ struct ReplicateParallel {
   Layout input = Replicate();
 };
 
-// For layers between them, such as normalization, whose input is divided along the sequence: each rank has all weights
+// For layers between those, such as normalization, whose input is divided along the sequence: each rank has all weights
 // and uses them for its part. An embedding of positions takes its rank's part of the last dimension of ids.
 struct SequenceParallel {};
 
 // `Shard` as a style is for a parameter itself: each rank has its part along the dimension.
 using ParallelStyle = std::variant<ColwiseParallel, RowwiseParallel, SequenceParallel, Shard, ReplicateParallel>;
 
-// By the names of submodules, and for Shard of parameters. "*" stands for any characters but a dot; the empty name for
-// the module itself.
+// Styles by names of submodules, or of parameters for Shard. "*" stands for any characters but a dot; the empty name
+// for the module itself.
 using ParallelPlan = std::vector<std::pair<std::string, ParallelStyle>>;
 
 // Gives all ranks rank 0's parameters and buffers, then keeps this rank's part of those that the plan divides, in the
