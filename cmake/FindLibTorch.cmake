@@ -40,7 +40,7 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::cpu)
     list(APPEND _libraries ${LibTorch_CUDA_LIBRARY} ${LibTorch_C10_CUDA_LIBRARY})
     file(GLOB _wheel_libraries ${_lib}/../../nvidia/*/lib)
     list(APPEND _folders ${_wheel_libraries})
-    # Of CUDA itself only the headers of its runtime are needed: those that tools/bootstrap installs, else a toolkit's.
+    # The build needs only the headers of CUDA's runtime: those that tools/bootstrap installs, else a toolkit's.
     set(_cuda_headers ${_lib}/../../nvidia/cu13/include)
     if(NOT EXISTS ${_cuda_headers}/crt)
       find_package(CUDAToolkit REQUIRED)
@@ -51,7 +51,7 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::cpu)
   endif()
   # LibTorch registers its kernels when it is loaded, so it must be linked even where no symbol of it is named.
   target_link_libraries(LibTorch::cpu INTERFACE -Wl,--no-as-needed ${_libraries} -Wl,--as-needed)
-  # CMake gives programs the folder of the libraries above to look in; the wheel's know where their own are.
+  # CMake tells programs the folder of the libraries above; the wheel's libraries find their own.
   foreach(_folder IN LISTS _folders)
     target_link_options(LibTorch::cpu INTERFACE -Wl,-rpath-link,${_folder})
   endforeach()

@@ -1,5 +1,5 @@
-# The header of PJRT's C API, that CMAKE_PREFIX_PATH names or that tools/bootstrap installs; and, for tests, the plugin for
-# CPUs that comes with the latter, and the compiler for TPUs where `tools/bootstrap --tpu` has installed it. Only the header is needed to build: a plugin is loaded when it is first used.
+# Finds the header of PJRT's C API, which CMAKE_PREFIX_PATH names or tools/bootstrap installs. For tests it also finds the plugin for CPUs that tools/bootstrap installs, and the compiler
+# for TPUs that `tools/bootstrap --tpu` installs. The build needs only the header: a plugin is loaded when it is first used.
 file(GLOB _wheel ${PROJECT_SOURCE_DIR}/.deps/pjrt/lib/python3*/site-packages/xla_plugins/xla_cpu_pjrt)
 find_path(PJRT_INCLUDE_DIR pjrt_c_api.h HINTS ${_wheel} PATH_SUFFIXES include include/xla/pjrt/c)
 find_file(PJRT_CPU_PLUGIN xla_cpu_pjrt.so HINTS ${_wheel})

@@ -1,4 +1,4 @@
-# What needs gRPC, in a library of its own: the modules grpc_service and etcd. Their messages.proto are compiled by protoc.
+# A library of the modules that need gRPC: grpc_service and etcd. Their messages.proto are compiled by protoc.
 lockstep_modules(PLUGIN_MODULES plugin)
 lockstep_sources(PLUGIN_SOURCES ${PLUGIN_MODULES})
 set(generated ${PROJECT_BINARY_DIR}/generated)

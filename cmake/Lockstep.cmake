@@ -1,4 +1,4 @@
-# What every target shares, and how a module becomes sources and a test program.
+# Settings that every target shares, and functions that turn a module into sources and a test program.
 
 # lockstep_modules(VARIABLE kind): the modules of that kind, by src/modules.txt.
 function(lockstep_modules variable kind)
@@ -8,7 +8,7 @@ function(lockstep_modules variable kind)
   set_property(DIRECTORY ${PROJECT_SOURCE_DIR} APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS src/modules.txt)
 endfunction()
 
-# lockstep_unity(NAME COUNT source...): with CMAKE_UNITY_BUILD up to COUNT of the sources are one translation unit: a file that
+# lockstep_unity(NAME COUNT source...): with CMAKE_UNITY_BUILD up to COUNT of the sources are one translation unit. A file that
 # includes torch takes 4 s before its first line of ours is read.
 function(lockstep_unity name most)
   set(count 0)
@@ -60,7 +60,7 @@ endfunction()
 function(lockstep_module_tests library)
   foreach(module IN LISTS ARGN)
     file(GLOB_RECURSE tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/*_test.cc)
-    # The thread sanitizer does not follow a process with threads into a fork that starts threads again, and does not see
+    # The thread sanitizer does not follow a process with threads into a fork that starts threads again. Nor does it see
     # the barriers of LibTorch's OpenMP, between which operators compute on several threads.
     if(LOCKSTEP_SANITIZE STREQUAL "thread")
       list(FILTER tests EXCLUDE REGEX "/ops/(conv_pool|dense|pooling)_test\\.cc$")
@@ -81,7 +81,7 @@ function(lockstep_test name library)
   add_executable(${name} ${ARGN})
   lockstep_settings(${name})
   lockstep_unity(${name} 8 ${ARGN})
-  # What tests compute themselves is little: the library is compiled for speed, they are compiled soon.
+  # Tests compute little themselves, so they are compiled quickly; the library is compiled for speed.
   target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
   target_link_libraries(${name} PRIVATE ${library} GTest::gtest GTest::gtest_main ${HWY_LIBRARY} nlohmann_json::nlohmann_json ZLIB::ZLIB)
@@ -138,8 +138,8 @@ function(lockstep_drawn name test full)
   set_tests_properties(${name}_full PROPERTIES TIMEOUT 900 LABELS full PROCESSORS 2 ENVIRONMENT LOCKSTEP_PROGRAMS=${full})
 endfunction()
 
-# lockstep_job_test(NAME CLASS SCRIPT argument...): jobs of processes, by a script of Python: the tests of its class CLASS are in the
-# tier `test`, those of its class MoreCLASS, where it has one, in the tier `full`, as the test NAME_full.
+# lockstep_job_test(NAME CLASS SCRIPT argument...): jobs of processes, by a script of Python. The tests of the script's class CLASS
+# are in the tier `test`. Those of its class MoreCLASS, if any, are in the tier `full`, as the test NAME_full.
 function(lockstep_job_test name class script)
   set(command /usr/bin/python3 ${PROJECT_SOURCE_DIR}/tests/${script} ${ARGN})
   add_test(NAME ${name} COMMAND ${command} ${class})

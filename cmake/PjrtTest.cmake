@@ -37,7 +37,7 @@ foreach(kind "failing tpu_faults_test FAILING_PLUGIN" "pod tpu_pod_test POD_PLUG
   endif()
 endforeach()
 
-# For chips that are not here.
+# These compile for chips that are not here.
 if(PJRT_TPU_PLUGIN)
   lockstep_test(topology_test lockstep_core tests/topology_test.cc)
   target_include_directories(topology_test SYSTEM PRIVATE ${PJRT_INCLUDE_DIR})

@@ -1,7 +1,7 @@
 // Predicts clicks from 26 fields of ids, with an embedding table of 5,000,000 x 32 that lies on parameter servers:
 //   lockstep run --workers 2 --ps 2 build/release/examples/click
-// The click log is made by a seed: a few ids of each field are frequent and most are rare, and each has a hidden weight
-// for the chance of a click.
+// The click log is made by a seed: a few ids of each field are frequent and most are rare. Each has a hidden weight for
+// the chance of a click.
 #include <ATen/Functions.h>
 #include <lockstep/lockstep.h>
 
@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::int64_t kFields = 26, kIdsOfField = 192'308, kIds = kFields * kIdsOfField, kWidth = 32;
 
-// The same for an id wherever it occurs.
+// An id has one hidden weight, wherever it occurs.
 at::Tensor hidden_weights(const at::Tensor& ids) {
   const auto hash = at::sin(ids.to(at::kDouble) * 12.9898) * 43758.5453;
   return 2.4 * (hash - at::floor(hash) - 0.5);

@@ -123,7 +123,7 @@ ls::Dataset batches_of(const at::Tensor& text, const Options& options) {
 
 // --- the training
 
-// Says on the chief how it goes: the mean loss since it last said so.
+// Prints on the chief the mean loss since the line before.
 class Progress : public ls::Callback {
  public:
   explicit Progress(const Options& options) : options_(options) {}
@@ -162,14 +162,14 @@ void train(const Options& options, const at::Tensor& text, const ls::DeviceMesh&
             {.verbose = 0, .callbacks = {Progress(options)}, .steps_per_epoch = options.steps});
 }
 
-// As many layers in each stage, or one more.
+// Gives each stage equally many layers, or one more.
 std::vector<int> even_stages(int layers, int stages) {
   std::vector<int> counts;
   for (int stage = 0; stage < stages; ++stage) counts.push_back((layers + stage) / stages);
   return counts;
 }
 
-// On the mesh that the options say.
+// Trains on the mesh that the options say.
 void train_on_mesh(const Options& options) {
   const ls::DeviceMesh mesh(
       {{"data", -1}, {"shard", options.shard}, {"pipeline", options.pipeline}, {"tensor", options.tensor}},
@@ -185,7 +185,7 @@ void train_on_mesh(const Options& options) {
   train(options, read(options), mesh, with);
 }
 
-// On the mesh that is the fastest of those that fit.
+// Trains on the fastest mesh that fits.
 void train_by_plan(const Options& options) {
   const ls::DeviceMesh job({{"ranks", -1}});
   const auto text = read(options);

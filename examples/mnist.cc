@@ -1,7 +1,7 @@
-// "Distributed training with Keras", in C++: a small convolutional network on Fashion-MNIST (or any folder of IDX
-// files), on every core or GPU of this machine; with --strategy multi_worker, of all machines that this program was
-// started on, and with --strategy parameter_server, by `lockstep run --workers 2 --ps 1`, by workers that do not wait
-// for each other; with --strategy tpu, on the cores of a TPU. The machines may be named by TensorFlow's variable:
+// "Distributed training with Keras", in C++: trains a small convolutional network on Fashion-MNIST, or any folder of
+// IDX files, on every core or GPU of this machine. With --strategy multi_worker it trains on all machines that the
+// program was started on. With --strategy parameter_server, by `lockstep run --workers 2 --ps 1`, workers do not wait
+// for each other. With --strategy tpu it trains on the cores of a TPU. TensorFlow's variable may name the machines:
 //   export TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]},
 //                      "task": {"type": "worker", "index": 0}}'
 #include <lockstep/lockstep.h>

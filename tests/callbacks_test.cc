@@ -146,7 +146,7 @@ std::size_t epochs_until_stop(const std::vector<double>& values, const EarlyStop
   return history.epoch.size();
 }
 
-// What keras.callbacks.EarlyStopping makes of the same values.
+// Compares with keras.callbacks.EarlyStopping on the same values.
 TEST(Callbacks, EarlyStoppingsOptionsAreKeras) {
   const auto options = [](int patience) {
     return EarlyStoppingOptions{.monitor = "score", .patience = patience, .mode = Mode::min};

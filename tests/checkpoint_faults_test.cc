@@ -45,7 +45,7 @@ void alter(const fs::path& file) {
   ASSERT_TRUE(stream.good());
 }
 
-// Whether the callbacks write in the background.
+// The parameter: true where the callbacks write in the background.
 class FullDisk : public testing::TestWithParam<bool> {};
 
 TEST_P(FullDisk, DoesNotEndTheTraining) {

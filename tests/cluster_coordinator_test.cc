@@ -1,4 +1,4 @@
-// What ClusterCoordinator promises, with the processes of the job as threads that call each other over loopback.
+// Tests ClusterCoordinator's promises, with the processes of the job as threads that call each other over loopback.
 #include "lockstep/strategy/cluster_coordinator.h"
 
 #include <ATen/ATen.h>
@@ -262,7 +262,7 @@ TEST(ClusterCoordinator, ALoopGoesOnFromItsCheckpointWithOtherServers) {
   }
 }
 
-// Saved with servers, restored by one device; the other way round is refused.
+// One device restores what was saved with servers; the other way round is refused.
 TEST(ClusterCoordinator, ACheckpointOfALoopIsRestoredWithoutServers) {
   const auto folder = fresh_folder("cluster_coordinator", "without servers");
   const auto optimizer_of = [](const Strategy& strategy, auto& net) {

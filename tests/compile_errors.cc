@@ -1,5 +1,5 @@
-// What must not compile, and what the compiler says then: compile_errors_test.py finds each text after "expect:" among
-// the errors, and counts them. A class Model of the user's own is no mistake.
+// Mistakes that must not compile: compile_errors_test.py finds each text after "expect:" among the compiler's errors,
+// and counts the errors. A class Model of the user's own is no mistake.
 #include <lockstep/lockstep.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/linear.h>

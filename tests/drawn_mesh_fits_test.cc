@@ -59,7 +59,7 @@ MeshFitProgram draw_mesh_fit(std::uint64_t seed) {
 
 // --- in one process
 
-// As Keras updates, with one more rule for both: without a gradient a parameter stays.
+// Updates as Keras does, with one more rule: a parameter without a gradient stays.
 class KerasUpdates {
  public:
   KerasUpdates(const MeshFitProgram& program, std::vector<at::Tensor> parameters)
@@ -221,7 +221,7 @@ Values fit_on_rank(const MeshFitProgram& program, const DeviceMesh& mesh) {
   return values;
 }
 
-// What this rank should have found: all results, and the weights that it has.
+// Returns what this rank should have found: all results, and the weights that it has.
 Values expected_of(const MeshFitProgram& program, const PlainFit& fit, const Values& found) {
   auto expected = fit.results;
   for (const auto& [name, value] : found) {

@@ -173,7 +173,7 @@ inline void draw_schedule_of(Draw& draw, MeshLoop& loop) {
   if (std::string(choice.name) == "interleaved") loop.microbatches = loop.size("pipeline") * draw.between(1, 2);
 }
 
-// A layer of stages becomes a batch normalization. By draws of its own, so that what seeds drew before stays.
+// A layer of stages becomes a batch normalization. Separate draws leave unchanged what seeds drew before.
 inline void draw_norm_of_stages(std::uint64_t seed, MeshLoop& loop) {
   Draw draw(seed + 2'000'000);
   const bool others = loop.has("shard") || loop.has("context") || loop.has("expert") || loop.plan.divided_sequence;

@@ -1,5 +1,5 @@
-// For tests: a net of layers whose code knows nothing of a mesh, drawn by a seed: the blocks of drawn_net.h, and what
-// people write with parameters that a mesh divides. A list of layers, which may be cut into stages.
+// For tests: a net of layers whose code knows nothing of a mesh, drawn by a seed. It has the blocks of drawn_net.h, and
+// others that people write with parameters that a mesh divides. A list of layers, which may be cut into stages.
 #pragma once
 
 #include <ATen/ops/embedding.h>
@@ -284,7 +284,7 @@ struct MeshNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(MeshNet);
 
-// Those that are trained, tied ones once.
+// The parameters that are trained, tied ones once.
 inline std::vector<at::Tensor> trained_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> all;
   std::set<const at::TensorImpl*> seen;

@@ -93,7 +93,7 @@ class PlainLoop {
     return y;
   }
 
-  // Each is of all pipelines: what batch normalization in stages sees.
+  // Each microbatch is of all pipelines, as batch normalization in stages sees it.
   at::Tensor in_microbatches(const at::Tensor& x, const MeshBatch& batch) {
     std::int64_t most = 0;
     for (std::size_t row = 1; row < batch.begins.size(); ++row)

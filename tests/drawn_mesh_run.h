@@ -8,8 +8,8 @@
 
 namespace lockstep {
 
-// What a rank has found, by name: weights, and results such as losses and outputs; what they should be; and what they
-// are in LibTorch's own 16 bits, where the program is of these.
+// The weights and results that a rank has found, by name, such as losses and outputs. exact: what they should be.
+// plain: LibTorch's own in 16 bits, for programs in 16 bits.
 struct MeshRankEnd {
   Values found, exact, plain = {};
 };

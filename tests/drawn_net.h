@@ -1,5 +1,5 @@
-// For tests: programs drawn by a seed. What they train is a module drawn from a grammar of the ways in which people
-// write modules; each program computes what a plain loop of LibTorch in one process does, or is refused.
+// For tests: programs drawn by a seed. They train a module drawn from a grammar of the ways in which people write
+// modules. Each program computes what a plain loop of LibTorch in one process does, or is refused.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -26,7 +26,7 @@
 
 namespace lockstep {
 
-// The choices of one program. The same seed draws the same program on every rank.
+// The choices of one program. A seed draws the same program on every rank.
 class Draw {
  public:
   explicit Draw(std::uint64_t seed) : engine_(seed) {}
@@ -80,7 +80,7 @@ struct NetOptions {
   }
 };
 
-// One to three of these blocks.
+// Draws one to three blocks of `of`.
 inline NetOptions draw_net(Draw& draw, const std::vector<Block>& of) {
   NetOptions net;
   net.blocks.clear();
@@ -143,7 +143,7 @@ struct DrawnBlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(DrawnBlock);
 
-// To logits [examples, classes], or [examples, positions, classes]. The same values wherever it is made.
+// Returns logits [examples, classes], or [examples, positions, classes]. Its values are the same wherever it is made.
 struct DrawnNetImpl : torch::nn::Module {
   explicit DrawnNetImpl(NetOptions options_) : options(std::move(options_)) {
     const auto width = options.width;
@@ -224,8 +224,8 @@ inline Values values_of(const torch::nn::Module& module) {
   return values;
 }
 
-// Empty where `found` is `exact`: within 1e-9; or in `dtype`, of 16 bits, within twice the largest error of `plain`,
-// which LibTorch computed in them, or the distance of two neighbours there. Else says what differs most.
+// Empty where `found` is `exact`, within 1e-9. In a `dtype` of 16 bits: within twice the largest error of `plain`,
+// which LibTorch computed in 16 bits, or the distance of two neighbours there. Else says what differs most.
 inline std::string differences(const Values& found, const Values& exact, const std::vector<Values>& plain = {},
                                at::ScalarType dtype = at::kBFloat16) {
   for (const auto& [name, value] : exact) {

@@ -76,23 +76,23 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 
 // The environment: EPOCHS of 20 steps of the same batches; STEP_MS of work in each; FOLDER for a log and checkpoints,
 // MIN_WORKERS, JOIN_SECONDS. VICTIM is killed in the step numbered STEP, from 0 on, at PLACE: "forward", "batch end" (a
-// callback), or so many microseconds after its forward pass; or hangs there, where PLACE is "hang"; or throws, where
-// PLACE is "throw"; or, where PLACE is "print", it prints that it is in that step; or, where PLACE is "slow", all its
-// steps take three times as long. Who joins prints when. TIMEOUT: of a collective operation, in seconds.
-// UNITS_OF_JOINING: of the first layer of those that join. KILOBYTES: to be printed in each step. FITS: how many
-// trainings one after the other, with an evaluation and a prediction behind each; in that behind the first one VICTIM
-// is killed where PLACE is "predict". VALIDATE=0: without validation.
+// callback), or so many microseconds after its forward pass. With another PLACE it does other things there: it hangs
+// ("hang"), throws ("throw"), or prints that it is in that step ("print"). With "slow" all its steps take three times
+// as long. A worker that joins prints when. TIMEOUT: of a collective operation, in seconds. UNITS_OF_JOINING: of the
+// first layer of those that join. KILOBYTES: to be printed in each step. FITS: how many trainings one after the other,
+// with an evaluation and a prediction after each; with PLACE "predict" VICTIM is killed in the first prediction.
+// VALIDATE=0: without validation.
 //
-// MODELS=2: a second model, made before the first fit, is trained too. MORE_S: seconds of work behind the last fit.
+// MODELS=2: a second model, made before the first fit, is trained too. MORE_S: seconds of work after the last fit.
 // RECORD: the number of an example with which every worker throws. SECOND: a worker that is killed in the same step,
-// SECOND_US microseconds after its forward pass. PLACE "corrupt": VICTIM's weights change by a fault behind that step.
+// SECOND_US microseconds after its forward pass. PLACE "corrupt": VICTIM's weights change by a fault after that step.
 // SHARD=1: the optimizer's state is sharded. CLIP=1: gradients are clipped by their norm. REPLICAS: of each worker.
-// START_S: seconds until it begins. BACKGROUND=1: checkpoints are written in the background.
-// KILL_ALSO: other workers, as digits, that are killed at the same place. NORM=1: with batch normalization.
-// WORKER_BATCH: the batches are a worker's, and the rate is for so many workers, by the rule SCALING ("linear", or
-// "sqrt"); with SGD. COMPARE: steps between comparing copies; REPLACE=1: copies that differ are replaced.
-// MESH: "data 2 tensor 2": a ModelParallelStrategy on these axes, and what is said above of a forward pass is of a
-// step's begin. WEIGHTS: a file for its weights. LOAD: a file of weights from which it begins.
+// START_S: seconds until it begins. BACKGROUND=1: checkpoints are written in the background. KILL_ALSO: other workers,
+// as digits, that are killed at the same place. NORM=1: with batch normalization. WORKER_BATCH: the batches are a
+// worker's, and the rate is for so many workers, by the rule SCALING ("linear", or "sqrt"); with SGD. COMPARE: steps
+// between comparing copies; REPLACE=1: copies that differ are replaced. MESH: "data 2 tensor 2": a
+// ModelParallelStrategy on these axes, where places count from the begin of a step, and not from its forward pass.
+// WEIGHTS: a file for its weights. LOAD: a file of weights from which it begins.
 int main() {
   try {
     sleep(static_cast<unsigned>(number("START_S", 0)));

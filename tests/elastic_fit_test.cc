@@ -22,7 +22,7 @@ constexpr int kEpochs = 3, kSteps = 20 * kEpochs;
 
 class Elastic : public testing::Test {
  protected:
-  // What one process without others trains.
+  // Returns the output of one process that trains without others.
   static std::string alone() {
     static const std::string output = [] {
       auto job = run({}, 0, 0);
@@ -50,7 +50,7 @@ TEST_F(Elastic, AStepWithoutALostWorkerIsMadeByTheOthers) {
     auto job = run({text("VICTIM=", victim), "STEP=25", "PLACE=forward"}, 3, 2);
     expect_trained(job, 2);
     EXPECT_NE(job.text().find("fit goes on with 2 workers (3 before)"), std::string::npos) << job.text();
-    // Also the losses and metrics of each epoch: nothing that the lost worker had computed is lost.
+    // The losses and metrics of each epoch are right too: nothing that the lost worker had computed is lost.
     const auto histories = numbers_after(job.text(), "history"), expected = numbers_after(alone(), "history");
     for (const auto& history : histories) EXPECT_LE(difference(history, expected.at(0)), 1e-9) << job.text();
   }
@@ -62,7 +62,7 @@ TEST_F(Elastic, AWorkerThatThrowsIsLostForTheOthers) {
   EXPECT_NE(job.text().find("[1] failed: this machine is broken"), std::string::npos) << job.text();
 }
 
-// It would fail on one worker after the other.
+// The step would fail on one worker after the other.
 TEST_F(Elastic, WhereAStepThrowsOnTwoWorkersAllEnd) {
   auto job = run({"RECORD=100"}, 4, 1);
   const auto& output = job.wait_for_end(60);
@@ -86,7 +86,7 @@ TEST_F(Elastic, LogsAndCheckpointsGoOnWithTheNextChief) {
   }
 }
 
-// In all phases of a step, of the agreement behind it, and of the next one.
+// Losses come in all phases of a step, of the agreement after the step, and of the next step.
 TEST_F(Elastic, AWorkerMayBeLostAtAnyMoment) {
   const char* const asked = std::getenv("LOCKSTEP_FAULT_ROUNDS");
   const int rounds = asked == nullptr ? 4 : std::atoi(asked);
@@ -120,7 +120,7 @@ TEST_F(Elastic, AWorkerThatIsStartedAgainJoinsTheOthersInMidEpoch) {
 }
 
 TEST_F(Elastic, AWorkerThatIsToldToEndLeavesBehindItsStep) {
-  // The second in the evaluation behind an epoch.
+  // The second worker leaves in the evaluation after an epoch.
   for (const auto& [leaver, step] : {std::pair(0, 10), std::pair(1, 20)}) {
     SCOPED_TRACE(testing::Message() << "worker " << leaver);
     auto job = run({"STEP_MS=20", "VICTIM=2", text("STEP=", step), "PLACE=print"}, 3, 2, 1);
@@ -209,7 +209,7 @@ TEST_F(Elastic, AWorkerIsLostBetweenTwoFitsOrInTheSecond) {
   }
 }
 
-// Also a newcomer, which made its second model before it joined.
+// A newcomer trains it too, which made its second model before it joined.
 TEST_F(Elastic, AnotherModelIsTrainedAfterALossInTheFirst) {
   auto whole = run({"MODELS=2"}, 0, 0);
   const auto expected = numbers_after(whole.wait_for_end(60), "second");

@@ -24,7 +24,7 @@ int number(const char* name, int otherwise) {
   return value == nullptr ? otherwise : std::atoi(value);
 }
 
-// The same in all processes.
+// All processes get the same net.
 torch::nn::Linear net_of() {
   torch::nn::Linear net(6, 3);
   net->to(at::kDouble);

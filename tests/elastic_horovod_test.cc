@@ -13,7 +13,7 @@ Process run(const std::vector<std::string>& variables, int ranks, int restarts =
   return elastic_job(ELASTIC_PROGRAM, variables, ranks, 1, restarts);
 }
 
-// What each rank that ended well has: the number of batches is `batches`.
+// Returns the weights of each rank that ended well, after `batches` batches.
 std::vector<std::vector<double>> weights(Process& job, int batches) {
   const auto& output = job.wait_for_end(60);
   EXPECT_TRUE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0) << output;

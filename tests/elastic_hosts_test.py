@@ -71,7 +71,7 @@ class MoreElasticHosts(Trainings):
         self.expect_trained([0, 2], 2)
 
     def test_one_of_two_workers_is_lost(self):
-        """Its host's vote is needed to agree on that."""
+        """Agreeing on the loss needs the vote of the lost worker's host."""
         for victim in (0, 1):
             with self.subTest(victim=victim):
                 self.begin_anew()
@@ -80,7 +80,7 @@ class MoreElasticHosts(Trainings):
                 self.expect_end(0)
 
     def test_a_worker_is_lost_in_the_second_fit(self):
-        """What the first one's end has told the launchers is about the first."""
+        """The end of the first fit tells the launchers nothing about the second."""
         self.start(3, FITS=2, VICTIM=2, STEP=150, PLACE="forward", MORE_S=8)
         for rank in (0, 1):
             self.wait_for(rank, "longest")
@@ -97,7 +97,7 @@ class MoreElasticHosts(Trainings):
                 self.expect_end(0)
 
     def test_all_workers_are_lost(self):
-        """Those in their places find nobody whom they could join, on any host: the job starts again from its backup."""
+        """New workers find nobody whom they could join, on any host: the job starts again from its backup."""
         self.start(3, options=("--restarts", "1"), min_n=2, FOLDER=self.folder)
         self.wait_for(1, "step 10")
         for rank in range(3):
@@ -134,7 +134,7 @@ class MoreFaults(Trainings):
                 self.expect_end(0)
 
     def test_the_connection_to_a_host_breaks(self):
-        """Its worker leaves: the launcher would not reach it any more."""
+        """The host's worker leaves: the launcher would not reach it any more."""
         self.begin(3, EPOCHS=6)
         client = b"ssh\0", b"\0" + self.hosts.address(2).encode() + b"\0"
         [client] = [p for p in self.hosts.processes(0) if self.command_line(p).startswith(client[0]) and client[1] in self.command_line(p)]
@@ -181,7 +181,7 @@ class MoreFaults(Trainings):
         self.assertIn("ended with status 1; the hosts stay as they are", self.expect_end(0))
 
     def test_hosts_are_lost_one_right_after_the_other(self):
-        """While the others make a group at the second one's store."""
+        """The second is lost while the others make a group at its store."""
         for pause in (0, 0.01, 0.03, 0.1, 0.3):
             with self.subTest(pause=pause):
                 self.begin_anew()

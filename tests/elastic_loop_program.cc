@@ -24,7 +24,7 @@ int number(const char* name, int otherwise) {
   return value == nullptr ? otherwise : std::atoi(value);
 }
 
-// The same in all processes.
+// All processes get the same net.
 torch::nn::Sequential net_of(int units) {
   torch::nn::Sequential net(torch::nn::Linear(6, units), torch::nn::Tanh(), torch::nn::Linear(units, 3));
   net->to(at::kDouble);
@@ -60,10 +60,10 @@ Worker worker_of(const char* mesh) {
 }  // namespace
 
 // The environment: EPOCHS of 20 steps of the same batches; STEP_MS of work in each. VICTIM is killed in the step
-// numbered STEP, from 0 on, at PLACE: "forward", so many microseconds after its forward pass, "evaluation" (the one
-// behind that step; also ALSO), or "print" (it prints that it is in that step). Who joins prints when. SHARD=1: the
-// optimizer's state is sharded. FOLDER: for a checkpoint behind each epoch, to which it goes back where a part of the
-// state is lost. MESH: on a mesh of data and of so many ranks for tensors; then it does not say its weights.
+// numbered STEP, from 0 on, at PLACE: "forward", so many microseconds after its forward pass, or "evaluation" (after
+// that step; also ALSO). With PLACE "print" it prints that it is in that step. A worker that joins prints when.
+// SHARD=1: the optimizer's state is sharded. FOLDER: for a checkpoint after each epoch, to which it goes back where a
+// part of the state is lost. MESH: a mesh of data and of so many ranks for tensors, which print no weights.
 int main() {
   try {
     const char* const mesh = std::getenv("MESH");

@@ -26,7 +26,7 @@ class ElasticLoops : public testing::Test {
     return numbers_after(output, "trained on 720 examples, loss and evaluations and weights");
   }
 
-  // As a loop of one process. Where `loss_too`, what the lost worker had computed is in the sums.
+  // Expects the results of a loop of one process. Where `loss_too`, the sums include the lost worker's results.
   static void expect_trained(Process& job, int survivors, bool loss_too = true) {
     static const auto alone = [] {
       auto process = run({}, 0);

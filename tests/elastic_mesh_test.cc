@@ -78,7 +78,7 @@ TEST_P(ElasticMesh, TheOtherRowsGoOn) {
   }
 }
 
-// One in a step or between two, and sometimes another one while the others regroup.
+// A rank is lost in a step or between two, and sometimes another one while the others regroup.
 TEST_P(ElasticMesh, RanksMayBeLostAtAnyMoment) {
   const auto& mesh = GetParam();
   const char* const asked = std::getenv("LOCKSTEP_FAULT_ROUNDS");
@@ -125,7 +125,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, ElasticMesh,
                                          Mesh{"data2_shard2_tensor2", "data 2 shard 2 tensor 2", 8, 4}),
                          [](const auto& each) { return each.param.name; });
 
-// All of the row are started again.
+// All ranks of the row are started again.
 TEST_P(ElasticMesh, ANewRowIsTakenIn) {
   const auto& mesh = GetParam();
   auto job = run({text("VICTIM=", mesh.ranks - 1), "STEP=5", "PLACE=forward", "STEP_MS=50"}, "new", mesh.row);
@@ -137,7 +137,7 @@ TEST_P(ElasticMesh, ANewRowIsTakenIn) {
 
 class MeshesOfTwoRows : public ElasticMesh {};
 
-// They load weights as the others have, and those of a second model.
+// Newcomers load the weights that the others have, and those of a second model.
 TEST_P(MeshesOfTwoRows, NewcomersRunTheProgramFromItsBeginning) {
   const auto weights = (fresh_folder("elastic_mesh", "begin") / "weights").string();
   auto first = elastic_job(ELASTIC_PROGRAM, {"WEIGHTS=" + weights}, 0, 0);
@@ -159,7 +159,7 @@ TEST_P(MeshesOfTwoRows, TwoModelsGoOn) {
       << job.text();
 }
 
-// Of their own part.
+// Newcomers get the buffers of their own part.
 TEST_P(MeshesOfTwoRows, NewcomersGetBuffersToo) {
   const auto& mesh = GetParam();
   auto job =
@@ -168,7 +168,7 @@ TEST_P(MeshesOfTwoRows, NewcomersGetBuffersToo) {
   EXPECT_EQ(static_cast<int>(found.history.size()), mesh.ranks) << job.text();
 }
 
-// The rank with part 0 of one row and that with part 1 of the other.
+// One row loses the rank with part 0, the other one that with part 1.
 TEST_P(MeshesOfTwoRows, RowsThatHaveLostDifferentPartsArePutTogether) {
   auto job = run({"VICTIM=0", "KILL_ALSO=3", "STEP=25", "PLACE=forward"}, "together");
   expect_trained(job, 2, false);

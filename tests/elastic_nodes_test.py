@@ -81,7 +81,7 @@ class OverNodes(Trainings):
 
 class Nodes(OverNodes):
     def test_all_hosts_but_one_are_lost_with_a_member_of_etcd(self):
-        """Its cluster is on hosts 0, 3 and 4; the job on 0, 1 and 2, of which the last one has no majority of anything."""
+        """etcd's cluster is on hosts 0, 3 and 4; the job on 0, 1 and 2, of which the last one has no majority of anything."""
         self.make_hosts(5)
         store = self.start_etcd([0, 3, 4])
         for host in (0, 1, 2):
@@ -97,7 +97,7 @@ class Nodes(OverNodes):
         self.expect_node_ends(2, 0)
 
     def test_a_node_joins_through_another_ones_store(self):
-        """The one at which they found each other is lost before."""
+        """The store at which the nodes found each other is lost before."""
         self.make_hosts(4)
         store = f"{self.hosts.address(0)}:{PORT}"
         for host in (0, 1, 2):
@@ -136,7 +136,7 @@ class Nodes(OverNodes):
 
 class MoreNodes(OverNodes):
     def test_a_node_is_lost_before_the_job_has_begun(self):
-        """The others do not wait for its ranks."""
+        """The other nodes do not wait for the lost one's ranks."""
         self.make_hosts(3)
         store = f"{self.hosts.address(0)}:{PORT}"
         for host in (0, 1):
@@ -148,7 +148,7 @@ class MoreNodes(OverNodes):
             self.assertIn("rank 2 has ended, and others wait for it", self.expect_node_ends(host, 1))
 
     def test_a_host_is_lost_with_a_member_of_etcd(self):
-        """Also the launcher's; and one of which the launcher hears that it is gone while etcd may have no leader."""
+        """The host may be the launcher's; or the launcher hears that a host is gone while etcd may have no leader."""
         for lost, at_once in ((0, False), (0, True), (1, False), (1, True)):
             with self.subTest(lost=lost, at_once=at_once):
                 self.begin_anew()

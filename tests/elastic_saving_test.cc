@@ -1,5 +1,5 @@
-// What a training of several workers, through `lockstep run`, has saved when workers are lost meanwhile, when it is
-// stopped, and when what it saved is damaged.
+// Tests the checkpoints of several workers, through `lockstep run`: when workers are lost meanwhile, when the training
+// is stopped, and when files are damaged.
 #include <gtest/gtest.h>
 #include <signal.h>
 
@@ -43,7 +43,7 @@ class ElasticSaving : public testing::Test {
     for (const auto& one : got) EXPECT_EQ(one, got[0]) << output;
   }
 
-  // A training of four workers that all were told to end behind a step in the second epoch, and have saved.
+  // A training of four workers that all were told to end after a step in the second epoch, and have saved.
   static std::filesystem::path stopped(const std::string& name, bool sharded_in_background = false) {
     const auto folder = fresh_folder("elastic_saving", name);
     const auto one_if = text(sharded_in_background ? 1 : 0);
@@ -57,7 +57,7 @@ class ElasticSaving : public testing::Test {
   }
 };
 
-// One worker, and in the milliseconds behind that, in which the others regroup or the chief saves, another one.
+// One worker is lost, and another within milliseconds, while the others regroup or the chief saves.
 TEST_F(ElasticSaving, AnotherWorkerIsLostWhileTheOthersRegroupOrSave) {
   const char* const asked = std::getenv("LOCKSTEP_FAULT_ROUNDS");
   const int rounds = asked == nullptr ? 4 : std::atoi(asked);
@@ -85,7 +85,7 @@ TEST_F(ElasticSaving, AnotherWorkerIsLostWhileTheOthersRegroupOrSave) {
   }
 }
 
-// And writes its part of the checkpoints that come then.
+// The newcomer also writes its part of the checkpoints that come then.
 TEST_F(ElasticSaving, ANewcomerJoinsWhileTheOthersWriteInTheBackground) {
   const auto folder = fresh_folder("elastic_saving", "newcomer");
   auto job = elastic_job(ELASTIC_PROGRAM,
@@ -98,7 +98,7 @@ TEST_F(ElasticSaving, ANewcomerJoinsWhileTheOthersWriteInTheBackground) {
     EXPECT_TRUE(std::filesystem::exists(folder / text("ckpt-", epoch, ".safetensors"))) << job.text();
 }
 
-// Written by the chief, or in the background by all. There is room again before the last checkpoints.
+// The chief writes, or all in the background. There is room again before the last checkpoints.
 TEST_F(ElasticSaving, AFullDiskDoesNotEndTheTraining) {
   for (const int background : {0, 1}) {
     SCOPED_TRACE(background);

@@ -37,7 +37,7 @@ Trained train_alone(const Variables& variables) {
   return {weights[0], history[0]};
 }
 
-// `compares_history`: not where a worker may be lost behind an update, with what it had computed of the step's loss.
+// `compares_history`: false where a worker may be lost after an update, with its part of the step's loss.
 void expect_trained(Process& job, int survivors, const Trained& expected, bool compares_history = true) {
   const auto& output = job.wait_for_end(60);
   EXPECT_TRUE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0) << output;
@@ -64,7 +64,7 @@ class ElasticSharding : public testing::Test {
   }
 };
 
-// Also a second one while the others regroup, move the state or go back to a backup, of which there is one.
+// A second one may be lost while the others regroup, move the state or go back to a backup, of which there is one.
 TEST_F(ElasticSharding, WorkersMayBeLostAtAnyMoment) {
   const char* const asked = std::getenv("LOCKSTEP_FAULT_ROUNDS");
   const int rounds = asked == nullptr ? 6 : std::atoi(asked);
@@ -120,7 +120,7 @@ TEST_F(ElasticSharding, WithoutABackupItEndsAndSaysSo) {
   EXPECT_NE(output.find("BackupAndRestore makes checkpoints to which fit can go back"), std::string::npos) << output;
 }
 
-// Neighbours, of which each has the only copy of the other's shards, one after the other.
+// Two neighbours leave, one after the other. Each has the only copy of the other's shards.
 TEST_F(ElasticSharding, WorkersThatAreToldToEndLeaveBehindTheirSteps) {
   auto job = run({"STEP_MS=20", "VICTIM=3", "STEP=10", "PLACE=print"}, 4, 2);
   const int one = process_of(job, 0), other = process_of(job, 1);
@@ -132,7 +132,7 @@ TEST_F(ElasticSharding, WorkersThatAreToldToEndLeaveBehindTheirSteps) {
     EXPECT_NE(job.text().find(text("[", rank, "] left\n")), std::string::npos) << job.text();
 }
 
-// Of the others' running statistics a newcomer gets the mean over one worker's replicas.
+// A newcomer gets the mean of running statistics over another worker's replicas.
 TEST_F(ElasticSharding, ANewcomerGetsBuffersToo) {
   for (const auto* const shards : {"SHARD=0", "SHARD=1"}) {
     SCOPED_TRACE(shards);

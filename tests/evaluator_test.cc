@@ -9,7 +9,7 @@
 namespace lockstep {
 namespace {
 
-// What the evaluator gets for the last checkpoint is what the chief gets for the values in it.
+// The evaluator's results for the last checkpoint are the chief's for the values in the checkpoint.
 TEST(Evaluator, FollowsCheckpointsWhileTrainingGoesOn) {
   struct Results : Callback {
     void on_test_begin() override { ++begun; }

@@ -34,7 +34,7 @@ const PJRT_Api& cpu() {
   return api;
 }
 
-// Who is told that work has failed, once it has ended: until then it uses memory of the one who waits.
+// A caller to be told that work has failed once the work has ended: until then the work uses the caller's memory.
 struct Waiting {
   void (*callback)(PJRT_Error*, void*);
   void* user;

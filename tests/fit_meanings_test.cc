@@ -81,7 +81,7 @@ TEST(Monitors, NumbersOutOfRangeAreRefused) {
   EXPECT_THROW(SGD({.clipnorm = std::numeric_limits<double>::infinity()}), InvalidArgument);
 }
 
-// As in Keras, -1 is as hard to reach as 1.
+// In Keras too, -1 is as hard to reach as 1.
 TEST(Monitors, ANegativeMinDeltaIsItsAbsoluteValue) {
   const auto x = waves(8, 2);
   const auto data = Dataset::from_tensor_slices(x, x.sum(1, true)).batch(8);

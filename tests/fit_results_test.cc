@@ -23,7 +23,7 @@ Tensor saved(const Model& model, const std::string& name) {
 
 // --- running statistics
 
-// Each replica's running mean of its parts, and their mean by the examples that each has seen.
+// Each replica's running mean of its parts, and the mean of these means by the examples that each has seen.
 struct RunningMeans {
   RunningMeans(std::size_t replicas, double momentum) : means(replicas), seen(replicas), keep(momentum) {}
   void see(std::size_t replica, const Tensor& part) {

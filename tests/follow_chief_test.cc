@@ -1,4 +1,4 @@
-// Which of the chief's values a worker computes with, where answers of the chief come at a moment that a test chooses.
+// Tests which of the chief's values a worker computes with. Answers of the chief come at a moment that a test chooses.
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
@@ -23,7 +23,7 @@ using parameter_server::ChiefConnection;
 using parameter_server::ChiefState;
 using parameter_server::ServiceEngine;
 
-// What a test does with the chief's answers before the worker gets them.
+// Changes that a test makes to the chief's answers before the worker gets them.
 struct Answers {
   std::function<void(ChiefState&)> on_start = [](auto&) {};
   std::function<void(const Assignment&)> on_next = [](auto&) {};

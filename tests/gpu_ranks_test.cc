@@ -1,4 +1,4 @@
-// What `lockstep run -n 2 gpu_ranks_test` runs: ranks that are processes and share a GPU. Fails where there is no GPU.
+// `lockstep run -n 2 gpu_ranks_test` runs this test: its ranks are processes that share a GPU. Fails without a GPU.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <lockstep/ddp.h>
@@ -61,7 +61,7 @@ Tensor mean_loss(const Tensor& logits, const Tensor& labels) {
   return torch::nn::functional::cross_entropy(logits.flatten(0, 1), labels.flatten());
 }
 
-// Of this process alone, on all examples.
+// Returns the parameters that this process trains alone, on all examples.
 parallel::Parameters trained_alone(double max_norm = std::numeric_limits<double>::infinity()) {
   auto net = on_gpu();
   train(

@@ -47,7 +47,7 @@ Dataset batches(at::ScalarType dtype = at::kFloat) {
   return Dataset::from_tensor_slices(x, y).batch(kBatch);
 }
 
-// All of them, in the host's memory.
+// All weights, in the host's memory.
 Tensor weights_of(const Model& model) {
   const auto& parameters = unwrap(model.module());
   return at::cat({parameters.flat(0, at::kFloat).to(at::kDouble), parameters.flat(0, at::kDouble)}).cpu();

@@ -16,7 +16,7 @@ namespace {
 
 namespace hvd = horovod;
 
-// Each with a strategy of its own.
+// Runs ranks, each with a strategy of its own.
 void on_ranks(int size, const std::function<void(int)>& body) {
   hvd::on_ranks(size, [&](int rank) {
     const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
@@ -26,7 +26,7 @@ void on_ranks(int size, const std::function<void(int)>& body) {
 
 Optimizer adam() { return Adam({.learning_rate = 0.05}); }
 
-// What rank r of n reads of batches of 7 is every n-th example of them, so that batches are those of one process.
+// Rank r of n reads every n-th example of batches of 7, so that batches are those of one process.
 Dataset data_of(int rank, int size) {
   static const auto data = make_data(at::kDouble);  // drawn once, from the generator that all threads share
   return data.batch(7).map([rank, size](Example batch) {
@@ -69,7 +69,7 @@ TEST(HorovodFit, RanksTogetherAreOneProcessOnAllExamples) {
   }
 }
 
-// Without Horovod: each process gives all the data, and trains on its part of every batch.
+// An optimizer without Horovod: each process gives all the data, and trains on its part of every batch.
 Optimizer with_ranks(const Group& group) {
   auto options = adam().options();
   options.gradient_ranks = GradientRanks{.ranks = group, .own_data = false};

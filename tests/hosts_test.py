@@ -43,7 +43,7 @@ class OverHosts(unittest.TestCase):
         return [process.returncode for process in started], "".join(outputs)
 
     def expect_nothing_left(self, program):
-        """Of processes that this test started: they work in its folder."""
+        """Expects the end of all processes that this test started: they work in its folder."""
         end = time.monotonic() + 10
         while left := [entry for entry in pathlib.Path("/proc").glob("[0-9]*") if self.is_left(entry, program)]:
             self.assertLess(time.monotonic(), end, left)

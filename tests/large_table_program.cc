@@ -9,8 +9,8 @@
 #include <cstdlib>
 #include <iostream>
 
-// Arguments: rows, elements of a row, ids in a step, epochs, how many MiB of memory each process may have (0: any), a
-// folder for checkpoints, and how many steps are between two of them. The environment's COPIES: of each row.
+// Arguments: rows, elements of a row, ids in a step, epochs, MiB of memory for each process (0: any), a folder for
+// checkpoints, and steps between two checkpoints. The environment's COPIES: of each row.
 int main(int argc, char** argv) {
   if (argc != 8) return 2;
   const std::int64_t rows = std::atoll(argv[1]), width = std::atoll(argv[2]), ids = std::atoll(argv[3]);

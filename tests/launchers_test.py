@@ -1,4 +1,4 @@
-"""The seed program on two workers, and Horovod's tutorial on four ranks, started by each launcher that a site may have: launchers_test.py MNIST HOROVOD LOCKSTEP RESUME DDP SERVERS (empty: built without gRPC)."""
+"""Runs the seed program on two workers, and Horovod's tutorial on four ranks, by each launcher that a site may have. launchers_test.py MNIST HOROVOD LOCKSTEP RESUME DDP SERVERS (empty: built without gRPC)."""
 import json
 import os
 import pathlib
@@ -121,7 +121,7 @@ class Jobs(unittest.TestCase):
         self.assertTrue((self.folder / f"work/training_checkpoints/ckpt_{epochs}.safetensors").exists())
 
     def train_by_horovod(self, *launcher, steps, accuracy):
-        """Once, and on from its checkpoint."""
+        """Trains once, and goes on from the checkpoint."""
         for until in (steps, 2 * steps):
             output = self.run_all([*launcher, HOROVOD, "--steps", str(4 * until)])
             self.assertIn(f"step {until}, processes 4", output)
@@ -130,7 +130,7 @@ class Jobs(unittest.TestCase):
         self.assertEqual(kept, {f"model.ckpt-{step}.safetensors" for step in (0, steps, 2 * steps)})
 
     def torchrun(self, processes=2):
-        # Debian's (1.13) knows of the streams' numbers with Python 3.11 only that of stdout.
+        # Debian's torchrun (1.13) knows only stdout's number of the streams with Python 3.11.
         streams = ["--redirects", "1", "--tee", "1", "--log_dir", str(self.folder / "logs")]
         return ["/usr/bin/torchrun", "--no_python", "--nproc_per_node", str(processes), "--master_port", str(free_ports(1)[0]), *streams]
 

@@ -166,7 +166,7 @@ TEST(MeshBatchNorm, PipelinesWithOtherNumbersOfExamplesComputeAsOneProcess) {
     expect_equal({{4, 1}}, how);
 }
 
-// As where one of them evaluates.
+// One pipeline may evaluate alone.
 TEST(MeshBatchNorm, InEvalAPipelineIsCalledAlone) {
   const Rows rows{{2, 2}};
   collective::on_ranks(4, [&](const Group& group) {

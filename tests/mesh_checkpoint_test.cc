@@ -42,7 +42,7 @@ void train(Model& model, const Dataset& data, int epochs, std::vector<AnyCallbac
   model.fit(data, {.epochs = epochs, .verbose = 0, .callbacks = std::move(callbacks), .handle_signals = false});
 }
 
-// What all ranks have in the end.
+// The results that all ranks have in the end.
 class Results {
  public:
   void add(const Model& model) {
@@ -74,7 +74,7 @@ const Place kStages{"pipeline2", {{"pipeline", 2}}, {.layers_of_stages = {1, 3}}
 
 class OtherMesh : public testing::TestWithParam<std::tuple<Place, Place>> {};
 
-// Whether the model must be one of layers, whose head is not tied.
+// True where the model must be one of layers, whose head is not tied.
 bool has_stages(const Place& place) {
   return std::any_of(place.axes.begin(), place.axes.end(), [](const auto& axis) { return axis.name == "pipeline"; });
 }
@@ -124,7 +124,7 @@ INSTANTIATE_TEST_SUITE_P(Pairs, OtherMesh,
 
 class SameMesh : public testing::TestWithParam<Place> {};
 
-// The same bits as without the interruption.
+// The bits are those without the interruption.
 TEST_P(SameMesh, GoesOnWithTheSameBits) {
   const auto data = make_sequences();
   const auto path = file_of(GetParam().name);

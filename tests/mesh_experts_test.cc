@@ -29,7 +29,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-// With the same values in all trainings: a strategy gives the functions that make modules random numbers of its own.
+// A net with the same values in all trainings: a strategy gives functions that make modules random numbers of its own.
 Net make_net(const MoEOptions& options, const Communicator& ranks, double balance) {
   static const auto values = [] {
     torch::manual_seed(2);

@@ -1,4 +1,4 @@
-// What ModelParallelStrategy refuses, each in one clear line; and loops of one's own on a mesh.
+// Tests what ModelParallelStrategy refuses, each in one clear line; and loops of one's own on a mesh.
 #include <torch/nn/modules/batchnorm.h>
 
 #include "base/expect_says_testing.h"
@@ -8,7 +8,7 @@
 namespace lockstep {
 namespace {
 
-// What a strategy on this mesh, and a model made in its scope, say on every rank.
+// Returns the error of a strategy on this mesh, or of a model made in its scope, on every rank.
 std::string refusal(const Axes& axes, const ModelParallelOptions& options, bool of_layers = false) {
   int ranks = 1;
   for (const auto& axis : axes) ranks *= axis.size;
@@ -78,7 +78,7 @@ TEST(ModelParallelInput, OfContextsAndExperts) {
       auto model = make_transformer_model("sgd");
       model.compile(
           {.optimizer = "sgd", .loss = SparseCategoricalCrossentropy({.from_logits = true, .reduction = reduction})});
-      // What others say, or that one of them has failed.
+      // This rank throws the error of the others, or that one of them has failed.
       const auto said = message_of<Error>([&] { model.fit(data, {.verbose = 0, .handle_signals = false}); });
       expect_says(said, part);
     });

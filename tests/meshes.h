@@ -28,7 +28,7 @@ constexpr double kTolerance = 1e-9;
 // The transformer's blocks, one unit each.
 inline const FullyShardOptions kUnits{.units = {"1", "2"}};
 
-// The same in all trainings: a strategy gives the functions that make modules random numbers of its own.
+// All trainings begin with these: a strategy gives the functions that make modules random numbers of its own.
 inline const parallel::Parameters& initial_values() {
   static const auto net = parallel::make_transformer(kTransformer);
   static const auto values = parallel::parameters_of(*net);
@@ -57,7 +57,7 @@ inline parallel::Transformer make_some_frozen() {
   return net;
 }
 
-// The same in double precision, with the values and frozen parameters that the whole transformer has.
+// A layer in double precision, with the values and frozen parameters that the whole transformer has.
 template <class Layer, class... More>
 PipelineStage make_layer(int number, const More&... more) {
   return [number, more...] {
@@ -87,14 +87,14 @@ inline Model make_transformer_model(const Optimizer& optimizer, bool of_layers =
   return model;
 }
 
-// What a training leaves on one rank.
+// The results of a training on one rank.
 struct Trained {
   parallel::Parameters weights;  // whole
   std::map<std::string, std::vector<double>> history;
   Tensor predicted;
 };
 
-// On all ranks, in host memory. Collective.
+// Returns whole weights on all ranks, in host memory. Collective.
 inline parallel::Parameters whole_weights(const ReplicatedModule& module) {
   parallel::Parameters weights;
   const auto& parameters = unwrap(module);

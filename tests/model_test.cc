@@ -1,4 +1,4 @@
-// What a Model tells its user: copies that went apart, the trained module, messages and warnings.
+// Tests what a Model tells its user: copies that went apart, the trained module, messages and warnings.
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 #include <torch/nn/modules/batchnorm.h>

@@ -237,8 +237,8 @@ TEST(ParameterServerFaults, BothCopiesThatAreKilledComeBackWithTheLastCheckpoint
   EXPECT_NE(job.text().find("of model number 0 are those of the checkpoint"), std::string::npos) << job.text();
 }
 
-// At any moment any process is killed, or stopped for up to a second: also between the pushes of one step to two
-// servers, and between the files of a checkpoint. Trainings are asynchronous or synchronous, and loops of their own,
+// Any process is killed at any moment, or stopped for up to a second. That may be between the pushes of one step to two
+// servers, or between the files of a checkpoint. Trainings are asynchronous or synchronous, and loops of their own,
 // with one or two copies of each shard. LOCKSTEP_FAULT_ROUNDS: how many.
 TEST(ParameterServerFaults, RandomFaultsInSeededRounds) {
   const char* const asked = std::getenv("LOCKSTEP_FAULT_ROUNDS");

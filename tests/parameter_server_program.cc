@@ -103,8 +103,8 @@ int main(int argc, char** argv) {
         strategy.task_type() == "worker" && strategy.task_index() == victim && number("LOCKSTEP_RESTART") == 0;
     int steps = 0;
     std::jthread signaller;
-    // Batch i is the unit vector e_i, and the gradient of -(W e_i + b) is -1 at column i of W and in b: so each row of
-    // W, which is a shard, counts how often it was updated by each batch, and b how often in all.
+    // Batch i is the unit vector e_i, and the gradient of -(W e_i + b) is -1 at column i of W and in b. So each row of
+    // W, which is a shard, counts its updates by each batch, and b counts all updates.
     const auto loss = [&](const at::Tensor&, const at::Tensor& out) {
       usleep(static_cast<unsigned>(work) * 1000);
       if (++steps == at && is_victim) {

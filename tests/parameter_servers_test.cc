@@ -1,4 +1,4 @@
-// What ParameterServerStrategy promises, with the processes of the job as threads that call each other over loopback.
+// Tests ParameterServerStrategy's promises: the processes of the job are threads that call each other over loopback.
 #include <ATen/ATen.h>
 #include <torch/nn/modules/batchnorm.h>
 
@@ -10,7 +10,7 @@
 namespace lockstep {
 namespace {
 
-// The same weights to begin with, for all that train.
+// All trainings begin with these weights.
 std::string initial_weights(at::ScalarType dtype) {
   const auto path = testing::TempDir() + text("/parameter_servers_initial_", dtype);
   make_model(dtype, SGD()).save_weights(path);
@@ -275,7 +275,7 @@ AnyCallback fails_at(std::int64_t batch, int epoch) {
                              }});
 }
 
-// Each training is begun with one kind of strategy, fails, and goes on with another one: in all, as if nothing was.
+// Each training begins with one kind of strategy, fails, and goes on with another one, as if it had not failed.
 TEST(ParameterServers, ATrainingGoesOnFromAFullCheckpointOfAnyStrategy) {
   const auto initial = initial_weights(at::kDouble);
   const auto data = make_data(at::kDouble, true).shuffle(26, {.seed = 3}).batch(7);  // 4 batches
@@ -320,7 +320,7 @@ TEST(ParameterServers, ATrainingGoesOnFromAFullCheckpointOfAnyStrategy) {
   }
 }
 
-// What several workers have begun when a checkpoint is written is in it, and is not computed again.
+// Steps that several workers have begun when a checkpoint is written are in it, and are not computed again.
 TEST(ParameterServers, ACheckpointInAsynchronousStepsHasEachOnce) {
   const auto x = torch::arange(1, 41, torch::kDouble).view({40, 1});
   const auto data = Dataset::from_tensor_slices(x, torch::zeros({40, 1}, torch::kDouble)).batch(1);

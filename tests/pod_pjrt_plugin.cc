@@ -1,7 +1,7 @@
-// A pod of several hosts, for tests, whose chips are CPUs: in each process the plugin for CPUs has the devices of all
-// hosts, and every program runs on all of them. Which process has which devices, what programs are given, and that all
-// launch together, is as on a pod: a process sees its own devices' values alone, and gets those of the others, when a
-// program is launched, through the key-value callbacks. Hosts are numbered in the reverse order of TPU_WORKER_ID.
+// A pod of several hosts, for tests, whose chips are CPUs. In each process the plugin for CPUs has the devices of all
+// hosts, and every program runs on all of them. As on a pod, each process has its own devices, and all launch together.
+// A process sees the values of its own devices alone. It gets those of the others at a launch, through the key-value
+// callbacks. Hosts are numbered in the reverse order of TPU_WORKER_ID.
 //
 // LAST_LAUNCH_OF_HOST_0: the launch at which its process ends.
 #include <pjrt_c_api.h>
@@ -107,7 +107,7 @@ void write(std::ostream& to, const Origin& origin) {
   write(to, origin.bytes);
 }
 
-// The same value on a device of another host; `made` is freed after the launch.
+// Reads the value of another host onto a device; `made` is freed after the launch.
 PJRT_Buffer* read_value(std::istream& from, PJRT_Device* device, std::vector<PJRT_Buffer*>& made) {
   const auto result = read(from);
   if (!result.empty()) return the_pod->of_other_hosts.at(result);

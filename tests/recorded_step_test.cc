@@ -1,5 +1,5 @@
-// jit_compile with a recorder that plays a step by computing it again: what is to be shown without a GPU is when a step
-// is recorded, what is played, and what happens where recording fails.
+// jit_compile with a recorder that plays a step by computing it again. So it shows without a GPU when a step is
+// recorded, what is played, and what happens where recording fails.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>

@@ -1,4 +1,4 @@
-// What one worker refuses, all refuse: none waits for it, and they can train afterwards.
+// All workers refuse what one worker refuses: none waits for it, and they can train afterwards.
 #include <torch/nn/modules/linear.h>
 
 #include <stdexcept>

@@ -1,5 +1,5 @@
-// What training promises for any number of replicas: the same weights, equal copies, equal runs, and nothing lost by a
-// failure.
+// Tests training's promises for any number of replicas: the same weights, equal copies, equal runs, and nothing lost by
+// a failure.
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 

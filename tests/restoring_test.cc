@@ -1,5 +1,5 @@
-// What a training that stopped, and goes on from its checkpoint, has to be: at the exact example, with the same
-// metrics, and whole or not at all.
+// Tests trainings that stopped and go on from a checkpoint: at the exact example, with the same metrics, and whole or
+// not at all.
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 

@@ -1,8 +1,7 @@
 // Trains a small model with everything that a restart must bring back: Dropout, shuffling, Adam, changing rates,
 // BatchNormalization, and callbacks that count. resume_program FOLDER STEP SIGNAL sends itself SIGNAL at global step
-// STEP (-1: never), or runs SIGNAL where it is a command. Under `lockstep run` its workers have a replica each, with a
-// fourth argument only that worker does it, in the job's first attempt, and a fifth is the workers' deadline in
-// seconds.
+// STEP (-1: never), or runs SIGNAL where it is a command. Under `lockstep run` its workers have a replica each. With a
+// fourth argument only that worker acts, in the job's first attempt. A fifth is the workers' deadline in seconds.
 #include <lockstep/lockstep.h>
 
 #include <ATen/ATen.h>
@@ -19,7 +18,7 @@ int main(int argc, char** argv) {
   const std::string act = argv[3];
 
   set_random_seed(3);
-  // As `lockstep run` and Slurm tell them.
+  // `lockstep run` and Slurm tell ranks and restarts by these variables.
   const auto told = [](const char* name, const char* by_slurm, const char* otherwise) -> std::string {
     for (const char* const variable : {name, by_slurm}) {
       if (const char* const value = std::getenv(variable)) return value;

@@ -82,7 +82,7 @@ INSTANTIATE_TEST_SUITE_P(AtAnyStep, Resume,
                                          std::pair(14, SIGKILL), std::pair(19, SIGKILL), std::pair(5, SIGTERM),
                                          std::pair(16, SIGINT)));
 
-// What comes after fit may fail too: the backup is still there, and says that nothing is left to train.
+// A program may fail after fit too: the backup is still there, and says that nothing is left to train.
 TEST_F(Resume, AProgramThatFailedAfterFitDoesNotTrainAnew) {
   const auto folder = lockstep::fresh_folder("resume", "after_fit");
   const auto failed = run(std::string(RESUME_PROGRAM) + " " + folder.string() + " -1 'fail after fit' 2>&1");
@@ -97,7 +97,7 @@ TEST_F(Resume, AProgramThatFailedAfterFitDoesNotTrainAnew) {
   EXPECT_FALSE(fs::exists(folder / "backup" / "backup.safetensors"));
 }
 
-// --- the same with two workers, of which one is killed or interrupted
+// --- two workers, of which one is killed or interrupted
 
 Ended run_job(const fs::path& folder, int step, int signal, int worker, int restarts) {
   std::ostringstream command;

@@ -52,7 +52,7 @@ inline std::vector<std::string> run_processes(const ServerJob& job,
   return errors;
 }
 
-// The same with body(strategy).
+// Runs the job with body(strategy).
 inline std::vector<std::string> run_job(const ServerJob& job,
                                         const std::function<void(const ParameterServerStrategy&)>& body) {
   return run_processes(job, [&](const auto& options) { body(ParameterServerStrategy(options)); });

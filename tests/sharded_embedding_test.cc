@@ -59,7 +59,7 @@ Dataset all_ids() {
   return Dataset::from_tensor_slices(torch::arange(kRows, torch::kLong).view({kRows / 4, 4})).batch(3);
 }
 
-// What a model of `layer` and a dense one returns for all ids, before and after training.
+// Returns the outputs of a model of `layer` and a dense one for all ids, before and after training.
 Tensor train(const Strategy& strategy, const Layer& layer, const Optimizer& optimizer) {
   const auto scope = strategy.scope();
   Sequential model({layer, Flatten(), Dense(1, {.kernel_initializer = "ones"})});

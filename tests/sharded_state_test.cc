@@ -57,7 +57,7 @@ class ShardedState : public testing::Test {
     return {weights_of(model), model.optimizer().state_bytes()};
   }
 
-  // On all workers: equal everywhere; the chief's.
+  // Trains on all workers, whose results must be equal; returns the chief's.
   Trained train_on(const WorkerOptions& options, const Optimizer& optimizer, at::ScalarType dtype) {
     initial(dtype);
     make_data_once(dtype);
@@ -149,7 +149,7 @@ TEST_F(ShardedState, SmallBucketsOverANetworkAndGradientsOf16Bits) {
   }
 }
 
-// A loop whose steps see worker 1 do something of its own between the fifth and the sixth; what each worker threw.
+// Runs a loop in which worker 1 does `damage` between the fifth and the sixth step. Returns what each worker threw.
 std::vector<std::string> run_with_damage(
     bool hosts_differ, const std::function<void(Mirrored<torch::nn::Linear>&, const ReplicatedOptimizer&)>& damage) {
   return run_workers(
@@ -169,13 +169,13 @@ std::vector<std::string> run_with_damage(
       /*compare_copies_every=*/3);
 }
 
-// By whether the workers are on hosts of their own: values are then gathered over a network, else written into shared
-// memory.
+// The parameter: true where workers are on hosts of their own. Values are then gathered over a network, else written
+// into shared memory.
 class ShardedStateOnHosts : public testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(Hosts, ShardedStateOnHosts, testing::Bool(),
                          [](const auto& test) { return test.param ? "differ" : "same"; });
 
-// What a broken processor would do. Values that were damaged reach all, where they are of the worker's own shard.
+// Damages values as a broken processor would. They reach all where they are of the worker's own shard.
 TEST_P(ShardedStateOnHosts, ValuesAreComparedAsTheyWereGathered) {
   for (const std::int64_t element : {0, 800, 1599}) {
     const auto errors = run_with_damage(GetParam(), [&](auto& net, const auto&) {
@@ -197,7 +197,7 @@ TEST_P(ShardedStateOnHosts, StateIsComparedWithWhatTheLastStepLeft) {
   }
 }
 
-// Each has state of its own, and both move the same weights.
+// Each optimizer has state of its own, and both move the same weights.
 TEST_P(ShardedStateOnHosts, TwoOptimizersOfOneModelTakeTurns) {
   const auto weights = [&](bool sharded) {
     Collected<Tensor> trained;

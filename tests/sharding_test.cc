@@ -1,4 +1,4 @@
-// Which worker gets which examples, under each policy: counted.
+// Counts which worker gets which examples, under each policy.
 #include <filesystem>
 #include <fstream>
 
@@ -41,7 +41,7 @@ class Files {
 
 Dataset numbers() { return Dataset::from_tensor_slices(at::arange(kExamples, at::kFloat)); }
 
-// What the replicas of each worker saw, step by step.
+// The examples that the replicas of a worker saw, step by step.
 using Steps = std::vector<std::vector<float>>;
 
 std::map<int, Steps> walk(const WorkerOptions& options,
@@ -186,7 +186,7 @@ TEST(ShardingErrors, FewerFilesThanWorkersIsAnErrorThatSaysSo) {
   }
 }
 
-// What a worker has in its cache it does not read again.
+// A worker does not read again the examples in its cache.
 TEST(ShardingErrors, ACacheUnderFilesIsFilledOnce) {
   const Files files(6);
   std::mutex mutex;
@@ -222,7 +222,7 @@ TEST(ShardingErrors, CountsAreOfAllFilesAndSoNotDividedByThem) {
   expect_each(workers, 13, 1);
 }
 
-// What is random in reading a file is the same in every run and on every worker.
+// The random order of reading a file is the same in every run and on every worker.
 TEST(ShardingErrors, AFileIsReadAlikeHoweverOftenAndWherever) {
   const Files files(4);
   const auto order = [&](std::int64_t num_shards, std::int64_t index, int epochs_before) {
@@ -296,7 +296,7 @@ TEST(ShardingWhereTheChiefHasNone, ASumIsOfAllWhoHaveExamples) {
     weights.add(strategy, train(strategy, data, 8));  // the chief has examples in two of the steps
   }));
   EXPECT_TRUE(equal_bits(weights.values().at(0), weights.values().at(1)));
-  // One process that makes the same sums: of each step's examples of both.
+  // One process makes the same sums: over each step's examples of both workers.
   std::vector<std::int64_t> sizes{2, 2, 1, 1, 1, 1, 1, 1};
   auto w = at::zeros({3, 1}, at::kDouble), b = at::zeros({1}, at::kDouble);
   const auto ones = at::ones({1, 3}, at::kDouble);

@@ -1,9 +1,9 @@
 // GPUs that are simulated in host memory, for tests. LibTorch, as the build without the preset `cuda` links it, has no
-// part for CUDA; this takes its place: operators on cuda:0, ... compute on the CPU, and backward has a thread for each
-// device. So the code for GPUs is tested where there is none: in which threads it runs, that no operator gets tensors
-// of two devices, and that nobody but operators accesses a tensor's memory, which cannot be read at its address.
-// Streams, kernels and CUDA graphs are not tested. LOCKSTEP_SIMULATED_GPUS says how many GPUs there are; else there is
-// none.
+// part for CUDA. This file takes its place: operators on cuda:0, ... compute on the CPU, and backward has a thread for
+// each device. So the code for GPUs is tested where there is none. Tests see in which threads it runs, and that no
+// operator gets tensors of two devices. Only operators can access a tensor's memory, which cannot be read at its
+// address. Streams, kernels and CUDA graphs are not tested. LOCKSTEP_SIMULATED_GPUS says how many GPUs there are; else
+// there is none.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -155,7 +155,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   }
 };
 
-// What operators compute with.
+// The tensor in host memory with which operators compute.
 Tensor on_cpu(const Tensor& tensor) {
   if (!tensor.is_cuda()) return tensor;
   return at::from_blob(

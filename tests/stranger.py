@@ -80,7 +80,7 @@ def take(port):
 
 
 def received(connection, seconds):
-    """What comes until the other end closes or the time is over."""
+    """Returns the bytes that come until the other end closes or the time is over."""
     connection.settimeout(seconds)
     came = b""
     with contextlib.suppress(OSError):
@@ -104,7 +104,7 @@ class Stranger:
         self.user.__exit__(None, None, None)
 
     def order(self, *words):
-        """Returns what it said until it had done that."""
+        """Gives an order, and returns what the stranger said until it had obeyed."""
         before = len(self.said)
         os.write(self.orders, (" ".join(map(str, words)) + "\n").encode())
         wait_for(lambda: "done\n" in self.said[before:])
@@ -136,7 +136,7 @@ class Stranger:
             threading.Thread(target=self.serve, args=(caller,), daemon=True).start()
 
     def serve(self, caller):
-        """Where it knows no port of the job yet it only hears."""
+        """Relays a caller; only hears where no port of the job is known yet."""
         first = True
         for there in list(self.ports) or [None]:
             with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ class Stranger:
         caller.close()
 
     def attack(self, ports):
-        """The job's ports: tries to take them, to be answered for what it heard, and for what a client of gRPC says. The connections stay."""
+        """Tries to take the job's ports, and says there what it heard, and what a client of gRPC says. The connections stay."""
         self.ports = ports
         for port in ports:
             for host in ("127.0.0.1", "0.0.0.0"):
@@ -174,7 +174,7 @@ class Stranger:
                     real.sendall(words)
 
     def tell(self, _):
-        """What was answered meanwhile."""
+        """Says what was answered meanwhile."""
         for real in self.open:
             answer = received(real, 0.01)
             self.say(f"answer {len(answer)} {answer[:4]}")

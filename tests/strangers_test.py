@@ -37,7 +37,7 @@ def port_of(pid):
 
 
 class Process:
-    """One that another process has started."""
+    """A process that another process has started."""
 
     def __init__(self, pid):
         self.pid = pid
@@ -50,7 +50,7 @@ class Process:
 
 
 class Jobs(unittest.TestCase):
-    """What the tests of both tiers use."""
+    """The processes that the tests of both tiers use."""
 
     def setUp(self):
         self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
@@ -65,7 +65,7 @@ class Jobs(unittest.TestCase):
         return process
 
     def start_training(self, *options, epochs=6, work_ms=10, program=()):
-        """Its process, and the port at which its only server answers, once it trains."""
+        """Starts a job; returns its process, and the port at which its only server answers, once it trains."""
         job = self.start(LOCKSTEP, "run", "--workers", "1", "--ps", "1", *options, SERVERS, str(epochs), str(work_ms), *program)
         wait_for(lambda: "trains" in job.output() or job.poll() is not None)
         server = int(re.search(r"ps 0 at (\d+)", job.output())[1])
@@ -126,7 +126,7 @@ class Jobs(unittest.TestCase):
         return self.start(*program, environment={name: str(value) for name, value in given.items()})
 
     def stop_in_each_phase(self, start, saves, trains):
-        """The ranks of a job, stopped before the store is held, while ranks join, in training, and while they save, with a stranger at the job's first port, which follows from the launcher's variables."""
+        """Stops a job's ranks before the store is held, while ranks join, in training and in saving. A stranger is at the job's first port, which follows from the launcher's variables."""
         alone = start(0)
         first_port = wait_for(lambda: port_of(alone.pid))
         alone.kill()
@@ -158,7 +158,7 @@ class Jobs(unittest.TestCase):
         return ranks
 
     def stop_in_a_save(self, processes, folder, act):
-        """While the file that they write has no name yet: its open waits until all are stopped, and ends with that."""
+        """Calls act with processes stopped while the file that they write has no name yet: its open waits until all are stopped."""
         ended = lambda: any(process.poll() is not None for process in processes)
         with HeldOpens(folder) as opens:
             held = opens.wait(until=ended)

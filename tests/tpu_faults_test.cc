@@ -10,7 +10,7 @@
 namespace lockstep {
 namespace {
 
-// Of the environment, as long as this lives.
+// Sets a fault in the environment as long as this lives.
 class WithFault {
  public:
   explicit WithFault(const char* fault) { setenv("FAULT", fault, 1); }
@@ -46,7 +46,7 @@ TEST(TpuFaults, AProgramThatDoesNotFitIsNamed) {
               "of 15.75G hbm. Exceeded hbm capacity by 1.50G. (RESOURCE_EXHAUSTED)");
 }
 
-// In a step of the second epoch.
+// Loses a device in a step of the second epoch.
 class Lost : public Callback {
  public:
   explicit Lost(const char* how) : how_(how) {}

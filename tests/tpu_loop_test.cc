@@ -170,7 +170,7 @@ TEST(Tpu, WhatAStepCannotDoIsNamed) {
                            },
                            x)[0]
                    .weight.defined());
-  // And the strategy can be used again.
+  // The strategy can be used again.
   const auto sums = strategy.run([](ReplicaContext&, const Tensor& own) { return own.sum(); }, x);
   EXPECT_EQ(sums[1].item<double>(), 6);
 }

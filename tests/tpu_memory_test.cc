@@ -1,4 +1,4 @@
-// What memory trainings by TPUStrategy take, on the plugin for CPUs, whose devices' memory is this process's.
+// Measures the memory of trainings by TPUStrategy, on the plugin for CPUs, whose devices' memory is this process's.
 #include <malloc.h>
 
 #include <fstream>

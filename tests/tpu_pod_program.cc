@@ -76,11 +76,11 @@ void lack_a_plugin() { pod(std::string(std::getenv("TPU_WORKER_ID")) == "0" ? "/
 // Too few replicas, of which one host would have none.
 void take_two() { TPUStrategy(TPUClusterResolver(), {.num_replicas = 2}); }
 
-// As if no other process were there.
+// Opens the devices as if no other process were there.
 void be_alone() { TPUStrategy(TPUClusterResolver("", {.cluster = Cluster()})); }
 
-// The plugin ends the last host's process at a launch, so that the chief's devices wait for its. What the plugin waits
-// for is in the store of the Job that opened the devices, which is not the strategy's.
+// The plugin ends the last host's process at a launch, so that the chief's devices wait for its. The plugin waits on
+// the store of the Job that opened the devices, which is not the strategy's.
 void lose_one() {
   const auto topology = initialize_tpu_system();
   print("loop", numbers_of_loop(pod()));
@@ -152,7 +152,7 @@ void differ_in_order() {
   for (auto& model : models) model.train_on_batch(batch);
 }
 
-// With as many devices as the environment says, in this process alone.
+// Trains in this process alone, with as many devices as the environment says.
 void train_alone() { print("dropout", numbers_of_dropout(TPUStrategy())); }
 
 }  // namespace

@@ -64,7 +64,7 @@ TEST(TpuPod, TrainsAsMirroredDoes) {
   }
 }
 
-// With the bits of a training that was not broken off; the second time with programs that were kept.
+// The bits are those of a training that was not broken off. The second time uses programs that were kept.
 TEST(TpuPod, GoesOnFromItsBackup) {
   const auto folder = std::filesystem::path(testing::TempDir()) / "tpu_pod_test";
   std::filesystem::remove_all(folder);
@@ -105,7 +105,7 @@ TEST(TpuPod, HostsThatWouldRunOtherProgramsAreRefused) {
       EXPECT_NE(all.find("worker 0 the training step of model 1 "), std::string::npos) << all;
       EXPECT_NE(all.find("worker 1 the training step of model 2 "), std::string::npos) << all;
     }
-    // Whole on a host that found it; another's abort may be cut short.
+    // The text is whole on a host that found the difference; another's abort may be cut short.
     const bool by_rate = all.find("learning rate 0.5") != std::string::npos;
     EXPECT_EQ(by_rate, std::string(act) == "differ in learning rate") << all;
   }
@@ -124,7 +124,7 @@ TEST(TpuPod, ReplicasAreOnAllDevices) {
               std::string::npos)
         << output;
   }
-  // Plugins that know nothing of each other.
+  // These plugins know nothing of each other.
   for (const auto& output : outputs("take two", {text("PJRT_PLUGIN_LIBRARY_PATH=", CPU_PLUGIN)})) {
     EXPECT_NE(output.find("it has not joined the devices of the 2 processes into one TPU"), std::string::npos)
         << output;
@@ -134,7 +134,7 @@ TEST(TpuPod, ReplicasAreOnAllDevices) {
   }
 }
 
-// While the other's devices wait for its: before the plugin gives up, after 60 s.
+// The other's devices wait for its: the end comes before the plugin gives up, after 60 s.
 TEST(TpuPod, AHostThatIsLostEndsTheTraining) {
   const auto began = std::chrono::steady_clock::now();
   const auto printed = outputs("lose one", {"LAST_LAUNCH_OF_HOST_0=5"});
@@ -150,7 +150,7 @@ TEST(TpuPod, AHostThatFailsTellsTheOthersWhy) {
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(50));
 }
 
-// What all had launched before has ended, so that all can save their weights.
+// All programs launched before have ended, so that all hosts can save their weights.
 TEST(TpuPod, WhereAHostCannotReadItsDataTheWeightsAreKept) {
   const auto printed = outputs("fail to read on one");
   for (const auto& output : printed) {

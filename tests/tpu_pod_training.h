@@ -18,7 +18,7 @@ inline Dataset pod_images() {
   return Dataset::from_tensor_slices(at::randn({101, 1, 8, 8}), at::randint(10, {101}), at::rand({101}));
 }
 
-// Of fit, whose last batches are smaller than the others, then of one example, which not all workers have a part of.
+// Numbers of a fit whose last batches are smaller, and of a batch of one example, of which not all workers have a part.
 inline std::vector<double> numbers_of_fit(const Strategy& strategy, std::int64_t steps_per_execution,
                                           const std::vector<AnyCallback>& callbacks = {}) {
   set_random_seed(strategy.is_chief() ? 7 : 100);  // the chief's values count
@@ -47,7 +47,7 @@ inline std::vector<double> numbers_of_fit(const Strategy& strategy, std::int64_t
   return numbers;
 }
 
-// Of a loop of the program's own, whose replicas also gather values in their order.
+// Numbers of a loop of the program's own, whose replicas also gather values in their order.
 inline std::vector<double> numbers_of_loop(const Strategy& strategy) {
   set_random_seed(strategy.is_chief() ? 3 : 100);
   auto net = strategy.replicate([] { return torch::nn::Linear(6, 3); });
@@ -90,7 +90,7 @@ inline std::vector<double> numbers_of_dropout(const Strategy& strategy) {
   return numbers;
 }
 
-// Where one worker's data end before the other's.
+// Numbers of a training in which one worker's data end before the other's.
 inline std::vector<double> numbers_of_unequal_data(const Strategy& strategy) {
   set_random_seed(5);
   const auto scope = strategy.scope();

@@ -77,7 +77,7 @@ TEST(Tpu, CallbacksSaveTheWeightsOfTheEpochsEnd) {
   for (const int replicas : {1, 2}) {
     SCOPED_TRACE(replicas);
     const auto folder = fresh_folder("tpu_strategy", text("epoch_end", replicas)).string();
-    // Its programs sum losses in float32.
+    // The strategy's programs sum losses in float32.
     epoch_end::compare_epochs(tpu(replicas), folder, epoch_end::initial_line(folder), 1e-6);
   }
 }
@@ -105,7 +105,7 @@ TEST_P(TpuReplicas, NormalizeBatchesAsMirroredOnesDo) {
                train(MirroredStrategy(GetParam()), data, make, options()));
 }
 
-// With batches that are no larger on any replica than the others: BatchNorm needs more than one value a channel.
+// Batches are equally large on all replicas: BatchNorm needs more than one value a channel.
 TEST_P(TpuReplicas, TrainLayersWithBatchNormalization) {
   const auto make = [] {
     return Sequential(
@@ -125,7 +125,7 @@ TEST_P(TpuReplicas, TrainATransformer) {
                train(MirroredStrategy(GetParam()), data, make, classifier(SGD({.learning_rate = 0.05}))));
 }
 
-// In float64: rounding of float32 grows in a network as deep as this, with batches as small as these.
+// Trains in float64: rounding of float32 grows in a network as deep as this, with batches as small as these.
 TEST_P(TpuReplicas, TrainAResNet) {
   const auto make = [] {
     return Model([] {

@@ -1,4 +1,4 @@
-// What the tests of TPUStrategy share.
+// Helpers that the tests of TPUStrategy share.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,7 +11,7 @@
 
 namespace lockstep {
 
-// On as many devices of the plugin for CPUs.
+// A strategy on as many devices of the plugin for CPUs.
 inline TPUStrategy tpu(int replicas) {
   return TPUStrategy(
       TPUClusterResolver("", {.plugin = CPU_PLUGIN, .plugin_options = {{"cpu_device_count", std::int64_t{replicas}}}}));
@@ -23,8 +23,8 @@ class MakesTpuFirst final : public testing::Environment {
 };
 inline const auto* const makes_tpu_first = testing::AddGlobalTestEnvironment(new MakesTpuFirst);
 
-// As examples/custom_module.cc, but for a bias that BatchNorm takes away again, so that its gradient is rounding alone,
-// which Adam makes as large as any. Dropout draws other numbers than on other devices.
+// The module of examples/custom_module.cc without a bias that BatchNorm takes away: its gradient would be rounding
+// alone, which Adam makes as large as any. Dropout draws other numbers than on other devices.
 struct NormalizedImpl : torch::nn::Module {
   explicit NormalizedImpl(double dropped) : dropout(register_module("dropout", torch::nn::Dropout(dropped))) {}
   Tensor forward(const Tensor& x) { return output(dropout(torch::relu(norm(convolution(x))).flatten(1))); }

@@ -82,7 +82,7 @@ class Trainings(unittest.TestCase):
         self.wait_for(self.variables["VICTIM"], f"step {self.variables['STEP']}")
 
     def lose(self, host, at_once):
-        """Its power: nobody hears of it. Or its processes alone, whose ends the others hear."""
+        """Takes the host's power (at_once), so that nobody hears of it, or ends its processes alone, whose ends the others hear."""
         if at_once:
             self.hosts.cut_off(host)
         for process in self.hosts.processes(host):
@@ -94,7 +94,7 @@ class Trainings(unittest.TestCase):
         return [float(word) for word in re.search(r"weights (.*)", output)[1].split()]
 
     def expect_trained(self, ranks, longest_s):
-        """By these workers as by one process, without a pause that is longer."""
+        """Expects that these workers have trained what one process trains, without a pause of more than longest_s."""
         epochs = self.variables["EPOCHS"]
         steps = epochs * STEPS_OF_AN_EPOCH
         expected = self.alone(epochs)

@@ -109,7 +109,7 @@ inline bool equal_bits(const std::vector<Tensor>& a, const std::vector<Tensor>& 
   return a.size() == b.size();
 }
 
-// What each worker has, collected by rank.
+// A value of each worker, collected by rank.
 template <class T>
 class Collected {
  public:

@@ -1,4 +1,4 @@
-// What goes wrong on one worker, or differs between them, is said on all.
+// An error on one worker, or a difference between workers, is said on all.
 #include "base/expect_says_testing.h"
 #include "base/text.h"
 #include "strategy/unwrap.h"
@@ -150,7 +150,7 @@ TEST(WorkersDiffer, InWhatACallbackOfTheChiefAloneDoes) {
   }
 }
 
-// Equal in the first batch of the first epoch, and not later.
+// The data are equal in the first batch of the first epoch, and not later.
 TEST(WorkersDiffer, InTheirDataOfALaterEpochOrStep) {
   const auto fit = [](const std::function<Dataset(int worker)>& data, std::int64_t every) {
     return run_workers(
@@ -305,7 +305,7 @@ TEST(WorkersFail, AMissingCheckpointIsHeardByAll) {
   expect_all_say(errors, "/proc/nowhere/weights.safetensors");
 }
 
-// What a broken processor would do.
+// Alters a copy as a broken processor would.
 TEST(WorkersDiffer, InTheirCopiesAfterAWhile) {
   const auto data = make_data(at::kDouble).batch(7).repeat();
   const auto errors = run_workers({.workers = 3, .replicas = 2}, [&](const MultiWorkerMirroredStrategy& strategy) {

@@ -1,5 +1,5 @@
-// What several workers keep and repeat: checkpoints on another number of workers or replicas, two runs that are equal,
-// and how often copies are compared.
+// Tests what several workers keep and repeat: checkpoints on another number of workers or replicas, two runs that are
+// equal, and how often copies are compared.
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
@@ -120,7 +120,7 @@ TEST(WorkersCompare, TheirCopiesEverySoManyStepsOrNever) {
   }
 }
 
-// As if the memory of worker `victim` had been altered between two steps, or that of worker 0's optimizer.
+// Alters the memory of worker `victim` between two steps, or that of worker 0's optimizer.
 TEST(WorkersCompare, ThoseThatDifferGetWhatMostHave) {
   constexpr std::int64_t kDifferAfter = 11, kSteps = 40;
   const auto data = make_data(at::kDouble).batch(7).repeat();

@@ -1,5 +1,5 @@
-// What MultiWorkerMirroredStrategy promises: the weights of one process on the same batches, equal copies everywhere,
-// logs and checkpoints once, and nobody left waiting.
+// Tests MultiWorkerMirroredStrategy's promises: the weights of one process on the same batches, equal copies
+// everywhere, logs and checkpoints once, and nobody left waiting.
 #include "tests/workers.h"
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
@@ -25,7 +25,7 @@ class Workers : public testing::TestWithParam<Shape> {
  protected:
   WorkerOptions options() const { return {.workers = GetParam().workers, .replicas = GetParam().replicas}; }
 
-  // `train` on all workers: equal everywhere, and as far from `expected` as allowed.
+  // Expects of `train` on all workers equal results everywhere, within `tolerance` of `expected`.
   void expect_near(const Train& train, const std::vector<Tensor>& expected, double tolerance, WorkerOptions with) {
     Collected<std::vector<Tensor>> weights;
     expect_no_errors(run_workers(with, [&](const auto& strategy) { weights.add(strategy, train(strategy)); }));

@@ -6,7 +6,7 @@ import sys
 
 
 def modules():
-    """Of src/modules.txt: {name: (kind, the modules that it may include)}."""
+    """Reads src/modules.txt: {name: (kind, the modules that it may include)}."""
     lines = [line for line in pathlib.Path("src/modules.txt").read_text().splitlines() if line and not line.startswith("#")]
     return {name: (rest.split()[0], rest.split()[1:]) for name, rest in (line.split(":") for line in lines)}
 
@@ -84,7 +84,7 @@ def reachable(module):
     return {other for one in MODULES[module][1] for other in {one} | reachable(one)}
 
 
-# Of the arrows those that do not follow from others.
+# The arrows that do not follow from others.
 arrows = {(name, one) for name, (_, others) in MODULES.items() for one in others if not any(one in reachable(other) for other in others)}
 drawn = set(re.findall(r"^  (\w+) --> (\w+)$", pathlib.Path("ARCHITECTURE.md").read_text(), re.MULTILINE))
 problems += [f"ARCHITECTURE.md: the picture has the arrow {a} --> {b}, which src/modules.txt has not" for a, b in sorted(drawn - arrows)]

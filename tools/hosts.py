@@ -24,11 +24,11 @@ class Hosts:
         return subprocess.run(line.split(), check=True, capture_output=True, text=True).stdout
 
     def sent_bytes(self, host):
-        """What the host has sent over its link."""
+        """Returns the bytes that the host has sent over its link."""
         return int(self._do(f"ip netns exec {self.namespace(host)} cat /sys/class/net/eth0/statistics/tx_bytes"))
 
     def cut_off(self, host):
-        """What the host and the others send each other is lost, until `join` is called."""
+        """Loses all that the host and the others send each other, until `join` is called."""
         self._do(f"ip -n {self.prefix}s link set port{host} nomaster")
 
     def join(self, host):
@@ -42,7 +42,7 @@ class Hosts:
             self._do(f"ip -n {self.prefix}s link set port{host} master island")
 
     def lose_what_it_sends(self, host):
-        """What the host receives still arrives."""
+        """Loses all that the host sends; it still receives."""
         self._do(f"ip netns exec {self.namespace(host)} tc qdisc add dev eth0 root tbf rate 8bit burst 1b limit 1b")
 
     def processes(self, host):

@@ -1,5 +1,5 @@
-// What a LibTorch loop of your own needs over several processes: DistributedDataParallel, ShardedOptimizer, the Job
-// that a launcher started, and reductions of tensors. For SyncBatchNorm include lockstep/ddp/sync_batch_norm.h as well.
+// For a LibTorch loop of your own over several processes: DistributedDataParallel, ShardedOptimizer, the Job that a
+// launcher started, and reductions of tensors. For SyncBatchNorm include lockstep/ddp/sync_batch_norm.h as well.
 #pragma once
 
 #include "lockstep/ddp/distributed_data_parallel.h"

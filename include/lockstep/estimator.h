@@ -29,7 +29,7 @@ enum class ModeKeys { train, evaluate, predict };
 // Predictions by name: [examples, ...] each.
 using Predictions = std::map<std::string, Tensor>;
 
-// What model_fn makes for a mode.
+// The result of model_fn for a mode.
 struct EstimatorSpec {
   Model model;
   std::optional<Loss> loss = {};            // for train and evaluate
@@ -95,8 +95,8 @@ class Estimator {
   // Throws InvalidArgument for a config that is out of range, or an empty function.
   explicit Estimator(ModelFn model_fn, RunConfig config = {}, Params params = {});
 
-  // Goes on from the latest checkpoint: weights, optimizer, step, random state, and the place in the data where they
-  // had not ended. Saves one when it begins anew, when it ends, and as the config says. Throws as Model::fit.
+  // Goes on from the latest checkpoint: weights, optimizer, step, random state, and the place in data that had not
+  // ended. Saves a checkpoint when training begins anew, when it ends, and as the config says. Throws as Model::fit.
   Estimator& train(const InputFn& input_fn, const TrainOptions& options = {});
 
   // Loss, metrics and global_step at the latest checkpoint. Throws InvalidArgument where there is none.

@@ -1,4 +1,4 @@
-// Horovod's front end: the calls of horovod.torch for a loop of your own, and what fit needs of them. Names, defaults
+// Horovod's front end: the calls of horovod.torch for a loop of your own, and the parts that fit needs. Names, defaults
 // and results are Horovod's.
 //
 //   namespace hvd = lockstep::horovod;
@@ -14,16 +14,16 @@
 // thread of their own.
 //
 // Calls that return tensors, and not handles, are differentiable as those of horovod.torch. For allreduce and alltoall,
-// backward makes the same call for the gradients; for allgather it takes this rank's rows of their average; for
-// broadcast it gives the average to the root, and zeros to the others; for reducescatter it gathers the gradients,
-// times size() where the op was Sum. So all ranks call backward, on graphs whose operations have the same order, and
-// the tensor requires a gradient on all ranks or on none. Results of asynchronous calls, and of those that end in _,
-// are detached.
+// backward makes the same call for the gradients. For allgather it takes this rank's rows of their average. For
+// broadcast it gives the average to the root, and zeros to the others. For reducescatter it gathers the gradients,
+// times size() where the op was Sum. So all ranks call backward, on graphs whose operations have the same order. The
+// tensor requires a gradient on all ranks or on none. Results of asynchronous calls, and of those that end in _, are
+// detached.
 //
-// Every operation throws
+// Every operation throws:
 //   InvalidArgument when calls differ, and for tensors of complex and quantized dtypes (bool: by Min and Max alone),
-//     and in backward where the op was Min, Max or Product;
-//   Error when `init` was not called;
+//     and in backward where the op was Min, Max or Product.
+//   Error when `init` was not called.
 //   PeerLost, DeadlineExceeded and Aborted as a Group (group.h): then end, for the job to be started again.
 #pragma once
 
@@ -79,7 +79,7 @@ bool is_homogeneous();  // whether all hosts have as many ranks
 inline constexpr ReduceOp Average = ReduceOp::mean, Sum = ReduceOp::sum, Min = ReduceOp::min, Max = ReduceOp::max,
                           Product = ReduceOp::product;
 
-// What float and double tensors are sent as. They are summed in float.
+// The type in which float and double tensors are sent. They are summed in float.
 enum class Compression : std::uint8_t { none, fp16, bf16 };
 
 struct ReduceOptions {
@@ -107,7 +107,7 @@ class Handle {
 
 using Tensors = std::vector<Tensor>;
 
-// Whether `synchronize` returns at once, and what the operation gave, or what it throws.
+// True where `synchronize` would not wait. `synchronize` returns the operation's result, or throws its error.
 template <class Result>
 bool poll(const Handle<Result>& handle) {
   return handle.done();
@@ -117,8 +117,8 @@ Result synchronize(const Handle<Result>& handle) {
   return handle.wait();
 }
 
-// Elementwise over all ranks, whose tensors have one shape and dtype. Those that end in _ write the result to the
-// tensor; grouped ones reduce several tensors together. A rank that has joined counts as zeros, in sums and averages.
+// Reduce elementwise over all ranks, whose tensors have one shape and dtype. Calls that end in _ write to the tensor;
+// grouped ones reduce several tensors together. A rank that has joined counts as zeros, in sums and averages.
 Handle<Tensor> allreduce_async(const Tensor& tensor, const ReduceOptions& options = {});
 Handle<Tensor> allreduce_async_(Tensor tensor, const ReduceOptions& options = {});
 Handle<Tensors> grouped_allreduce_async(const Tensors& tensors, const ReduceOptions& options = {});
@@ -151,7 +151,7 @@ Handle<AlltoallResult> alltoall_async(const Tensor& tensor, const std::vector<st
 AlltoallResult alltoall(const Tensor& tensor, const std::vector<std::int64_t>& splits = {},
                         const std::string& name = "");
 
-// Elementwise over all ranks; each rank gets as many rows of it, and the first ones one more where they do not divide.
+// Reduces elementwise over all ranks. Each gets equally many rows, the first ones one more where rows do not divide.
 Handle<Tensor> reducescatter_async(const Tensor& tensor, const ReduceOptions& options = {});
 Handle<Tensors> grouped_reducescatter_async(const Tensors& tensors, const ReduceOptions& options = {});
 Tensor reducescatter(const Tensor& tensor, const ReduceOptions& options = {});
@@ -160,8 +160,8 @@ Tensors grouped_reducescatter(const Tensors& tensors, const ReduceOptions& optio
 // Returns when every rank has called it.
 void barrier();
 
-// For ranks whose numbers of steps differ: until all ranks have called it, this one takes part in the others'
-// allreduces with zeros and in their DistributedOptimizers' steps with no data; other operations are an InvalidArgument
+// For ranks whose numbers of steps differ. Until all ranks have called it, this rank takes part in the others'
+// allreduces with zeros and in their DistributedOptimizers' steps with no data. Other operations throw InvalidArgument
 // meanwhile. Returns the last rank to join, whose parameters are those to broadcast then.
 int join();
 
@@ -172,7 +172,7 @@ void broadcast_parameters(torch::nn::Module& module, int root_rank);
 // for torch::optim::LBFGS, as Horovod does: LibTorch cannot save its state.
 void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank);
 
-// What an IValue holds besides modules: numbers, strings, tensors, lists, dictionaries and tuples of these.
+// The IValue may hold all but modules: numbers, strings, tensors, and lists, dictionaries and tuples of them.
 c10::IValue broadcast_object(const c10::IValue& object, int root_rank, const std::string& name = "");
 std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::string& name = "");
 

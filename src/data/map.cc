@@ -48,7 +48,7 @@ class SeededCall {
   ops::ReplicaRandom random_;
 };
 
-// Whether the function keeps the size of a batch: then the same number of examples has passed before and after it.
+// True where the function keeps the size of a batch: then equally many examples have passed before and after it.
 using KeepsSizes = std::function<bool()>;
 
 class MapCursor final : public Cursor {

@@ -58,8 +58,8 @@ class Stage {
   virtual bool first(std::int64_t epoch, Row& row) const { return open(epoch)->next(row); }
   virtual bool lies_in_memory() const { return false; }  // elements are rows of tables, or batches of rows
 
-  // The number of files that elements are read from, and the same pipeline over every `num_shards`-th of them, from
-  // `index` on: 0 and null where elements are not read from files.
+  // The number of files that elements are read from; 0 for other sources. over_files returns this pipeline over every
+  // `num_shards`-th file, from `index` on; null where there are no files.
   virtual std::int64_t files() const { return 0; }
   virtual std::shared_ptr<const Stage> over_files(std::int64_t /*num_shards*/, std::int64_t /*index*/) const {
     return nullptr;

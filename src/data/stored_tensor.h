@@ -1,4 +1,4 @@
-// Between LibTorch's tensors and the bytes of a checkpoint.
+// Converts between LibTorch's tensors and the bytes of a checkpoint.
 #pragma once
 
 #include "lockstep/checkpoint/checkpoint.h"

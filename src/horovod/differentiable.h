@@ -13,8 +13,7 @@ namespace lockstep::horovod {
 // the same indices. All ranks call it in their backward.
 using Backward = std::function<Tensors(const Tensors& gradients, const std::vector<std::size_t>& which)>;
 
-// What `operation` returns of `inputs`, one result for each, in the graph of autograd where an input requires a
-// gradient.
+// Returns the results of `operation` on `inputs`, one for each, in autograd's graph where an input requires a gradient.
 Tensors differentiable(const Tensors& inputs, const std::function<Tensors()>& operation, const Backward& backward);
 
 }  // namespace lockstep::horovod

@@ -15,7 +15,7 @@ using hvd::values;
 
 constexpr int kRanks = 3;
 
-// What backward from `gradient` brings to `input`.
+// Returns the gradient of `input` for the result's `gradient`.
 Tensor gradient_of(const Tensor& input, const std::function<Tensor(const Tensor&)>& operation, const Tensor& gradient) {
   const auto leaf = input.detach().clone().requires_grad_();
   const auto result = operation(leaf);
@@ -123,7 +123,7 @@ TEST(Differentiable, ReducescatterGathers) {
   });
 }
 
-// As x^2 summed over ranks: the second derivative of what an operation is part of.
+// For x^2 summed over ranks, a second derivative goes through an operation.
 TEST(Differentiable, Twice) {
   on_ranks(kRanks, [](int rank) {
     const auto x = values(rank).requires_grad_();

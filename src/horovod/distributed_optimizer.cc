@@ -19,7 +19,7 @@ struct Parameters {
   std::vector<Tensor> tensors;
 };
 
-// Those of the optimizer that require gradients.
+// The optimizer's parameters that require gradients.
 Parameters parameters_of(const torch::optim::Optimizer& optimizer,
                          const torch::OrderedDict<std::string, Tensor>& named) {
   std::map<const void*, std::string> names;
@@ -41,7 +41,7 @@ Parameters parameters_of(const torch::optim::Optimizer& optimizer,
   return found;
 }
 
-// What the ranks must agree on, one thing a line.
+// Prints the settings that ranks must agree on, one a line.
 std::string text_of(const Parameters& parameters, const DistributedOptimizerOptions& options) {
   std::string all = text("op ", name_of(options.op), "\ncompression ", static_cast<int>(options.compression),
                          "\nbackward_passes_per_step ", options.backward_passes_per_step, "\n");
@@ -85,7 +85,8 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
                                                      .zeros_for_unused = true});
     reducer->set_before_pass([this] { return begin_backward(); });
     joins ? use_new_session() : add_to_session();
-    if (const auto generations = Generations::current()) regroups = generations->on_regroup([this] { use_new_session(); });
+    if (const auto generations = Generations::current())
+      regroups = generations->on_regroup([this] { use_new_session(); });
   }
   ~State() { session->remove_optimizer(number); }
 
@@ -95,7 +96,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     });
   }
 
-  // Of other ranks, after a step that may have failed.
+  // Goes on with other ranks, after a step that may have failed.
   void use_new_session() {
     session = Session::current();
     ranks.regroup(session->split(kName).group());
@@ -131,8 +132,8 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     return hash;
   }
 
-  // Before the first step: from other values the ranks would train apart. A rank that had joined then makes its first
-  // step later, when others have compared. All look at the same announcements, so that all throw or none.
+  // Compares values before the first step: from other values the ranks would train apart. A rank that had joined then
+  // makes its first step later, when others have compared. All look at the same announcements: all throw or none.
   static void compare_values(const std::vector<Announcement>& all) {
     const Announcement* first = nullptr;
     for (const auto& each : all) {

@@ -161,7 +161,7 @@ TEST(Horovod, RanksThatHaveJoinedAnswer) {
   });
 }
 
-// Makes `steps` of what `step(model, optimizer, number)` does, beside a plain loop over both ranks' losses.
+// Compares `steps` calls of step(model, optimizer, number, rank) with a plain loop over both ranks' losses.
 void expect_like_plain(int steps, const hvd::DistributedOptimizerOptions& options,
                        const std::function<void(Regression&, hvd::DistributedOptimizer<torch::optim::Optimizer>&,
                                                 int step, int rank)>& step,

@@ -11,7 +11,7 @@
 namespace lockstep::horovod::elastic {
 namespace {
 
-// How often the ranks have each index.
+// Counts how often the ranks have each index.
 std::map<std::int64_t, int> counts(int ranks, const std::function<std::vector<std::int64_t>(ElasticSampler&)>& take) {
   std::map<std::int64_t, int> all;
   std::mutex mutex;

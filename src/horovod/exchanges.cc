@@ -15,7 +15,7 @@ std::int64_t sum_of(const std::vector<std::int64_t>& numbers) {
   return std::accumulate(numbers.begin(), numbers.end(), std::int64_t{0});
 }
 
-// Where this rank's rows are in a result.
+// The place of this rank's rows in a result.
 struct Place {
   std::int64_t begin, rows;
 };

@@ -1,4 +1,4 @@
-// What fit needs: an optimizer whose gradients are reduced over the ranks, and the callbacks.
+// The parts that fit needs: an optimizer whose gradients are reduced over the ranks, and the callbacks.
 #include <ATen/ops/from_blob.h>
 
 #include <iostream>

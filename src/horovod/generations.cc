@@ -47,7 +47,7 @@ std::shared_ptr<Session> Generations::make_session() {
   return session_of(world, membership_.group(options), options_.timeout_seconds);
 }
 
-// Of those that a process which comes later finds, one may be lost meanwhile.
+// A process that comes later may lose a rank while it joins the others: it then regroups without that rank.
 void Generations::begin() {
   std::vector<int> lost;
   try {

@@ -26,29 +26,29 @@ class Generations {
   static std::shared_ptr<Generations> current();
   static void set(std::shared_ptr<Generations> generations);
 
-  // Whether this process came later, and has not got the others' state yet.
+  // True where this process came later, and has not got the others' state yet.
   bool lacks_state() const { return lacks_state_; }
   void has_state() { lacks_state_ = false; }
 
   // Makes the process's session: of the ranks that there are. Collective.
   void begin();
 
-  // As elastic::lost_in, of this generation.
+  // Calls elastic::lost_in with this generation.
   std::optional<std::vector<int>> lost_in(const std::exception& error) const;
 
-  // Calls it when there is another session, in the order of these calls, until the returned handle is destroyed.
+  // Calls `call` after each change of session, in the order of registration, until the returned handle is destroyed.
   std::shared_ptr<void> on_regroup(std::function<void()> call);
 
   // From here on, and until the training ends, newcomers are seen, and signals make this rank leave.
   void begin_training();
   void end_training();
 
-  // What this rank says in a check, to be summed over all; what is to be done then. Throws Interrupted where all end.
+  // `says`: this rank's numbers, to be summed. `changes`: true where to regroup; throws Interrupted where all end.
   std::array<double, 3> says();
   bool changes(const std::array<double, 3>& sums);
 
-  // The next generation of the ranks, without the lost ones: the process's session is theirs then. Again where others
-  // are lost meanwhile. Throws Interrupted on a rank that leaves. Collective.
+  // Goes on with the next generation of ranks, without the lost ones, and makes its session the process's. Does so
+  // again where others are lost meanwhile. Throws Interrupted on a rank that leaves. Collective.
   void regroup(std::vector<int> lost);
 
  private:

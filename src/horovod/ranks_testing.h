@@ -44,7 +44,7 @@ inline void on_ranks(int size, const std::function<void(int)>& body, double time
   on_ranks(size, make, body, timeout_seconds);
 }
 
-// As if each were on a separate host.
+// Runs ranks over TCP, as if each were on a separate host.
 inline void on_ranks_over_tcp(int size, const std::function<void(int)>& body) {
   const auto store = Store::hold("127.0.0.1:0");
   const auto make = [&](World world) {

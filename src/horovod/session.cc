@@ -30,7 +30,7 @@ std::shared_ptr<Session> found() {
 
 bool is_joined(const Announcement& announcement) { return announcement.kind == Announcement::Kind::joined; }
 
-// Whether a rank that has joined can take part, with zeros.
+// True where a rank that has joined can take part, with zeros.
 bool has_zeros(const Announcement& announcement) {
   return announcement.kind == Announcement::Kind::gradients ||
          (announcement.kind == Announcement::Kind::reduction &&

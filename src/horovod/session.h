@@ -1,5 +1,5 @@
-// What init makes: this process's place among the ranks, their Group, and the thread that carries operations out in the
-// order of their calls.
+// The session that init makes: this process's place among the ranks, their Group, and the thread that carries
+// operations out in the order of their calls.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@
 
 namespace lockstep::horovod {
 
-// What a rank tells the others before an operation. Calls agree when their texts do.
+// A rank tells the others its announcement before an operation. Calls agree when their texts do.
 struct Announcement {
   enum class Kind : std::uint8_t { joined, reduction, gradients, other };
 
@@ -84,7 +84,7 @@ class Session {
   // A Communicator of all ranks with a separate Group for `what`. Collective. Not in tasks.
   Communicator split(const std::string& what);
 
-  // Of this rank alone, with the same timeout.
+  // A Communicator of this rank alone, with the same timeout.
   Communicator alone() const { return ranks_.with_group(make_thread_groups(1)[0]); }
 
   // See horovod::join.

@@ -13,8 +13,8 @@
 namespace lockstep::ops {
 
 // Any thread may call any method. Blocks are aligned to 64 bytes. A block that another thread frees returns to the heap
-// of the thread that allocated it, without a lock; when a thread ends, the next one that starts takes over its heap.
-// Threads keep pointers to their heaps, so an allocator must never be destroyed.
+// of the thread that allocated it, without a lock. The next thread that starts takes over the heap of a thread that
+// ended. Threads keep pointers to their heaps, so an allocator must never be destroyed.
 class CachingAllocator {
  public:
   // A block freed while `cache_limit` bytes are cached already goes back to the system. The whole cache does where

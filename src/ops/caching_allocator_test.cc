@@ -130,7 +130,7 @@ TEST(CachingAllocator, WhatIsReleasedIsTheSystemsAgain) {
   EXPECT_EQ(again[1 << 19], 0) << "its pages were not given back";
 }
 
-// While other threads allocate and free.
+// One thread releases while others allocate and free.
 TEST(CachingAllocator, ReleasesWhileOthersWork) {
   auto& allocator = make_allocator();
   std::atomic<bool> done{false};

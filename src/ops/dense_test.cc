@@ -174,7 +174,7 @@ TEST(SoftmaxCrossEntropy, ExtremeLogits) {
   EXPECT_THROW(ops::softmax_cross_entropy(logits, at::tensor({1, 1, 2}, at::kLong)), c10::Error);
 }
 
-// What a frozen weight is multiplied with is no business of backward: it may be changed in place, and is not kept.
+// Backward does not need the input of a layer with a frozen weight: it may change in place, and is not kept.
 TEST(Dense, AFrozenWeightKeepsNoInput) {
   const auto weight = at::rand({16, 16}), bias = at::rand({16}).requires_grad_();
   auto x = at::rand({8, 16}).requires_grad_();
@@ -201,8 +201,7 @@ TEST(Dense, GradientsThroughAFrozenWeightOrInputAreLibTorchs) {
   }
 }
 
-// Memory that is offered for a weight's gradient takes the first that backward makes; what else there is of it is
-// added.
+// The first gradient of a weight in backward is written to the offered memory; later ones are added.
 TEST(Dense, GradientsAreWrittenToOfferedMemory) {
   const auto x = at::rand({8, 16}), w = at::rand({16, 16});
   for (const int uses : {1, 2}) {

@@ -1,15 +1,15 @@
-// Which calls use our own kernels.
+// Decides which calls use our own kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace lockstep::ops {
 
-// Whether our operators may replace LibTorch's: false where LOCKSTEP_KERNELS is "libtorch", which is read once.
+// True where our operators may replace LibTorch's: unless LOCKSTEP_KERNELS is "libtorch", which is read once.
 bool fast_operators();
 
-// Whether one operator of ours may replace several of LibTorch's: not under autocast, where each of those chooses its
-// own precision.
+// True where one operator of ours may replace several of LibTorch's: not under autocast, where each operator of
+// LibTorch chooses its own precision.
 bool fast_fusion();
 
 // A tensor that kernels can read: float32 in a CPU's memory, with elements, no lazy negation, no hooks

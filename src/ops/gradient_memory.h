@@ -11,7 +11,7 @@ namespace lockstep::ops {
 void offer_gradient_memory(const void* values, at::Tensor memory);
 void clear_gradient_memory();
 
-// Returns what was offered for the parameter at `values`, once only; else a new tensor of these sizes.
+// Returns the memory offered for the parameter at `values`, once only; else a new tensor of `sizes`.
 at::Tensor take_gradient_memory(const void* values, at::IntArrayRef sizes, const at::TensorOptions& options);
 
 }  // namespace lockstep::ops

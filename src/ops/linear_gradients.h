@@ -5,8 +5,8 @@
 
 namespace lockstep::ops {
 
-// Of y = x weight^T, with the gradient of y: [..., outputs], weight [outputs, inputs], x [..., inputs]. On our kernels
-// where they cover it, else LibTorch's. Outside of autograd.
+// Gradients for y = x weight^T: gradient of y [..., outputs], weight [outputs, inputs], x [..., inputs]. Use our
+// kernels where these can, else LibTorch's. Outside of autograd.
 at::Tensor linear_input_gradient(const at::Tensor& gradient, const at::Tensor& weight);
 at::Tensor linear_weight_gradient(const at::Tensor& gradient, const at::Tensor& x);
 

@@ -23,7 +23,7 @@ namespace {
 // stands before autocast and autograd.
 constexpr auto kHookKey = c10::DispatchKey::DeferredInit;
 
-// Of the OperatorMode that lives. Other threads than those that it is for have not included the key.
+// The function of the OperatorMode that lives. Only the threads that the mode is for have included the key.
 OperatorMode::See mode;
 
 std::atomic<std::uint64_t> calls = 0;  // of all threads: forward and backward may run in two
@@ -246,7 +246,7 @@ bool has_values(const at::Tensor& parameter) { return parameter.numel() == 0 || 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 WithoutHooks::WithoutHooks(const at::Tensor& parameter) {
-  // An operator that reads it, and mostly copies nothing. Tensor::contiguous itself would call none.
+  // Calls an operator that reads the parameter, and mostly copies nothing. Tensor::contiguous itself would call none.
   if (has_hooks(parameter)) {
     only_brings_values = true;
     const auto ends = c10::make_scope_exit([] { only_brings_values = false; });

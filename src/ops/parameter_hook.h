@@ -41,17 +41,17 @@ class OperatorCall {
   // say.
   bool is_pointwise() const;
 
-  // Whether the operator changes the argument in place.
+  // True where the operator changes the argument in place.
   bool writes(std::size_t i) const;
 
-  // Whether the operator reads values of its arguments: views alone do not.
+  // True where the operator reads values of its arguments: all but views do.
   bool reads() const;
 
   // Counts the calls with hooks of this thread.
   std::uint64_t number() const { return number_; }
 
-  // Whether somebody gives the first argument other memory: by Tensor::set_data, as Module::to does, or by set_, as
-  // torch::load does. Its hooks stay.
+  // True where the call gives the first argument other memory: by Tensor::set_data, as Module::to does, or by set_, as
+  // torch::load does. The argument's hooks stay.
   bool is_set_data() const;
   bool is_set_storage() const;
 
@@ -80,21 +80,21 @@ class ParameterHook {
  public:
   virtual ~ParameterHook() = default;
 
-  // Before an operator runs whose argument `i` is the parameter or a view of it; for all parameters with hooks that the
-  // operator takes.
+  // Called before an operator runs whose argument `i` is the parameter or a view of it; for each parameter with hooks
+  // that the operator takes.
   virtual void before(const OperatorCall& /*call*/, std::size_t /*i*/) {}
 
-  // Then: carries out the operator in another way, ending with call.finish, and returns true; else does nothing. The
-  // first hook that returns true decides.
+  // Called then: carries out the operator in another way, ending with call.finish, and returns true; else does nothing.
+  // The first hook that returns true decides.
   virtual bool run(const OperatorCall& /*call*/, std::size_t /*i*/) { return false; }
 
-  // Last, where no hook has carried out the operator: the hook may replace the argument at `place`, which may be an
-  // element of a list. The hook may also carry out the operator, and return true.
+  // Called last, where no hook has carried out the operator: the hook may replace the argument at `place`, which may be
+  // an element of a list. The hook may also carry out the operator, and return true.
   virtual bool otherwise(const OperatorCall& /*call*/, const ArgumentPlace& /*place*/) { return false; }
 };
 
-// While it lives, all operators that its thread calls, and backwards that the thread calls, come to `see` first. Those
-// that `see` calls do not. One lives at a time in the process.
+// While one lives, all operators that its thread calls, and backwards that the thread calls, come to `see` first.
+// Operators that `see` calls do not. One lives at a time in the process.
 class OperatorMode {
  public:
   // `see` carries out the operator, and returns true; else it does nothing.
@@ -109,7 +109,7 @@ class OperatorMode {
   c10::impl::IncludeDispatchKeyGuard guard_;
 };
 
-// Whether operators of this thread come to one.
+// True where operators of this thread go through an OperatorMode.
 bool has_operator_mode();
 
 // From now on operators that take `parameter`, or a view of it, go through `hook` as well. The parameter stays the same
@@ -119,13 +119,13 @@ void add_hook(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook);
 // The hooks of a parameter, in the order in which they were added.
 std::vector<std::shared_ptr<ParameterHook>> hooks_of(const at::Tensor& parameter);
 
-// Whether operators that this thread calls now with the tensor go through hooks.
+// True where operators that this thread calls now with the tensor go through hooks.
 bool has_hooks(const at::Tensor& tensor);
 
-// Whether its memory is there: not where fully_shard has given it up.
+// True where the parameter has memory: not where fully_shard has given it up.
 bool has_values(const at::Tensor& parameter);
 
-// Whether this thread is in a backward.
+// True where this thread is in a backward.
 bool in_backward();
 
 // Code that reads a parameter's memory itself makes one first: the parameter's values are then there, as for an

@@ -140,7 +140,7 @@ Tensor pool_backward(const Tensor& gradient, const Tensor& winners, at::IntArray
   return result;
 }
 
-// The same in LibTorch's operators, for a gradient that will be differentiated again.
+// Backward in LibTorch's operators, for a gradient that will be differentiated again.
 Tensor differentiable_backward(const Tensor& gradient, const Tensor& winners, at::IntArrayRef input_sizes,
                                const Pooling& p) {
   const auto number = at::TensorOptions(at::kLong);
@@ -156,7 +156,7 @@ Tensor differentiable_backward(const Tensor& gradient, const Tensor& winners, at
   return at::zeros(sizes, gradient.options()).scatter_add(-1, index, gradient.flatten(-2)).reshape(input_sizes);
 }
 
-// What backward needs to know besides tensors.
+// Saves the numbers that backward needs besides tensors.
 void save(torch::autograd::AutogradContext* context, const Pooling& p, at::IntArrayRef input_sizes) {
   context->saved_data["input_sizes"] = input_sizes;
   context->saved_data["pooling"] =

@@ -1,5 +1,5 @@
-// A replica's own random numbers, for any module: torch::dropout and its kin take no generator, and LibTorch's default
-// CPU generator is one for the process, behind a lock. A thread-local dispatch key, used as autocast uses its own,
+// A replica's own random numbers, for any module: torch::dropout and its kin take no generator, and LibTorch has one
+// default CPU generator for the process, under a lock. A thread-local dispatch key, used as autocast uses its own,
 // fills in the replica's generator wherever a random operator was given none.
 #pragma once
 
@@ -36,10 +36,10 @@ class ReplicaRandom {
   at::Generator generator_;
 };
 
-// From which LibTorch's operators on the CPU draw in this thread: a replica's generator, or the default one.
+// The generator from which LibTorch's CPU operators draw in this thread: a replica's, or the default one.
 at::Generator generator_of_thread();
 
-// Of the generator that LibTorch keeps for a GPU. Any thread.
+// Read and set the state of the generator that LibTorch keeps for a GPU. Any thread.
 at::Tensor state_of_generator(c10::Device gpu);
 void set_state_of_generator(c10::Device gpu, const at::Tensor& state);
 

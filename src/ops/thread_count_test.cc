@@ -12,7 +12,7 @@
 namespace lockstep::ops {
 namespace {
 
-// The test of this name, which is disabled here, without the variables that choose a number of threads.
+// Runs a test that is disabled here, without the variables that choose a number of threads.
 bool passes_alone(const std::string& test) {
   const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
   const auto command = "env -u OMP_NUM_THREADS -u MKL_NUM_THREADS '" + program +

@@ -19,15 +19,15 @@
 
 namespace lockstep::ops {
 
-// A tensor that every replica has on its device, from program to program. It belongs to tensors of the host, which a
-// step that is traced may use as always: the program then uses the device's. What is written into the host's reaches
-// the devices with the next program.
+// A tensor that every replica has on its device, from program to program. The variable belongs to tensors of the host,
+// which a traced step may use as always: the program then uses the device's tensor. Values written into the host's
+// tensor reach the devices with the next program.
 class DeviceVariable {
  public:
   virtual ~DeviceVariable() = default;
 };
 
-// Several, whose tensors of the host may be views of the same memory.
+// Several variables, whose tensors of the host may be views of the same memory.
 class DeviceVariables {
  public:
   virtual ~DeviceVariables() = default;
@@ -46,11 +46,11 @@ class StepTrace {
 
   virtual int replicas() const = 0;
 
-  // The variable's value in the program, which requires a gradient where the host's tensor does. What is written into
+  // The variable's value in the program, which requires a gradient where the host's tensor does. A value written into
   // it is the variable's new value.
   virtual at::Tensor value_of(DeviceVariable& variable) = 0;
 
-  // Over all replicas, on which the results are equal; without gradients. Values of one dtype are sent together.
+  // Exchange values of all replicas, with equal results on all; without gradients. A dtype's values are sent together.
   virtual std::vector<at::Tensor> all_reduce(ReduceOp op, const std::vector<at::Tensor>& values) = 0;
   virtual at::Tensor all_gather(const at::Tensor& value, std::int64_t axis) = 0;
 
@@ -58,8 +58,8 @@ class StepTrace {
   // come before it.
   virtual at::Tensor number(at::ScalarType dtype, std::function<double(std::int64_t update)> value) = 0;
 
-  // Which examples of the batch count, where it was filled up with others: [batch], 1 or 0. What takes means over a
-  // batch leaves the others out (batch_norm). Not called: all count.
+  // Says which examples of a batch count that was filled up with others: [batch], 1 or 0. Means over the batch leave
+  // the others out (batch_norm). Not called: all count.
   virtual void set_counts(const at::Tensor& counts) = 0;
 
   // How many of `rows` count, a scalar float. `rows`: the batch, or some for each example.
@@ -75,10 +75,10 @@ class StepTrace {
   virtual void after_update(std::function<void()> act) = 0;
 };
 
-// The one that this thread traces, or computes gradients for; null: none.
+// The step that this thread traces, or computes gradients for; null: none.
 StepTrace* current_trace();
 
-// Makes it so while it lives, for threads that see the OperatorMode of then.
+// Makes `trace` the current one while this lives, for threads that see the OperatorMode of then.
 class UseTrace {
  public:
   explicit UseTrace(StepTrace& trace);
@@ -87,7 +87,7 @@ class UseTrace {
   UseTrace& operator=(const UseTrace&) = delete;
 };
 
-// What a launch gives, once it was computed.
+// The results of a launch, once they are computed.
 class LaunchedProgram {
  public:
   virtual ~LaunchedProgram() = default;
@@ -114,7 +114,7 @@ class CompiledProgram {
 
   virtual ~CompiledProgram() = default;
 
-  // Of the program's text, the same in all processes.
+  // A hash of the program's text, equal in all processes.
   virtual std::uint64_t hash() const = 0;
 
   // Begins to copy inputs [replica][input] from host memory, also while another run goes on; those of several steps are
@@ -125,14 +125,14 @@ class CompiledProgram {
   virtual std::unique_ptr<LaunchedProgram> launch(Launch launch) = 0;
 };
 
-// How often programs were traced and compiled, and how much of a device's memory the one needs that was compiled, or
-// loaded, last: arguments, results, code, and what it computes in between; 0 where the plugin does not tell.
+// How often programs were traced and compiled. bytes: the device memory that the program needs that was compiled or
+// loaded last, for arguments, results, code and intermediate values; 0 where the plugin does not tell.
 struct ProgramCounts {
   std::int64_t traced = 0, compiled = 0, bytes = 0;
 };
 
-// The devices of a strategy. Those of several processes run the same programs together, which all of these must launch,
-// in the same order. One thread at a time uses them.
+// The devices of a strategy. Devices of several processes run programs together: all processes must launch them, in one
+// order. One thread at a time uses them.
 class ProgramDevices {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -155,19 +155,19 @@ class ProgramDevices {
   // Another process has failed: the plugin does not wait for what it would have told. Any thread may call.
   virtual void fail_waiters(const std::string& reason) const = 0;
 
-  // hosts: of each variable a tensor, or one for each replica. They are remembered by what is behind the handles, not
-  // by their memory.
+  // hosts: of each variable a tensor, or one for each replica. They are remembered by the TensorImpl of the handles,
+  // not by their memory.
   virtual std::unique_ptr<DeviceVariables> variables(std::vector<Tensors> hosts) = 0;
 
-  // Calls step.function once, and compiles what it did. Throws what it throws; Error naming an operator that cannot be
-  // compiled; DeviceError with the compiler's text.
+  // Calls step.function once, and compiles what it did. Throws what the function throws; Error naming an operator that
+  // cannot be compiled; DeviceError with the compiler's text.
   virtual std::unique_ptr<CompiledProgram> compile(const Step& step) = 0;
 };
 
 // This process among those whose devices run programs together.
 struct ProgramProcesses {
   int rank = 0, size = 1;
-  Store store;  // of these processes alone
+  Store store;  // of the processes that run together alone
 };
 
 struct ProgramDevicesOptions {

@@ -36,7 +36,7 @@ class WatchingHook final : public torch::autograd::FunctionPreHook {
   Watch watch_;
 };
 
-// While it lives, backwards of this thread call no hooks of the leaves' gradients. For a backward inside of another
+// While this lives, backwards of this thread call no hooks of the leaves' gradients. For a backward inside of another
 // one, which hands its gradients to the outer one's leaves: the hooks are called there.
 class WithoutGradientHooks {
  public:

@@ -228,7 +228,7 @@ class Candidate {
     return predict_times(schedule, costs).total + after;
   }
 
-  // Of the rank that needs most.
+  // The memory of the rank that needs most.
   SplitMemory memory_of(const PipelineSchedule& schedule) const {
     SplitMemory most;
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
@@ -261,7 +261,7 @@ class Candidate {
                        .optimizer = input_.options.optimizer_states * trained / shards,
                        .activations = most_kept(schedule, rank, kept),
                        .working = working};
-    // What is gathered, and the gradients of a unit: each parameter's own, and in the memory that is reduced.
+    // Gathered parameters, and a unit's gradients twice: each parameter's own, and the memory that is reduced.
     if (split.sharding == Sharding::parameters) memory.parameters += largest;
     if (split.sharding == Sharding::gradients) memory.parameters += parameters;
     if (split.sharding != Sharding::none) memory.gradients += 2 * largest_trained;

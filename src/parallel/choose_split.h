@@ -17,7 +17,7 @@ struct PlanInput {
   const PlanOptions& options;
 };
 
-// What a profile must have for the choice.
+// The measurements that the choice needs.
 struct PlanNeeds {
   std::map<LayerDivision, std::set<std::int64_t>> divisions;  // with the examples of microbatches
   std::set<int> data_axes;                                    // sizes of those that average gradients

@@ -53,7 +53,7 @@ Measured measure(const PipelineStage& layer, const Tensor& x) {
   return result;
 }
 
-// The least cost of the slowest stage for layers up to `end` in `stages` stages, and where the last of these begins.
+// The least cost of the slowest stage for layers up to `end` in `stages` stages, and the first layer of the last stage.
 struct Best {
   double seconds = std::numeric_limits<double>::infinity();
   std::size_t begin = 0;

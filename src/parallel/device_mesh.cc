@@ -128,7 +128,7 @@ struct DeviceMesh::State {
     }
   }
 
-  // Of a process that comes to a job that runs.
+  // The mesh of a process that comes to a running job.
   State(std::vector<Axis> of, const Cluster& cluster, const DeviceMeshOptions& with)
       : axes(in_one_row(std::move(of))), options(with) {
     const auto job = Job::newcomer(cluster, with.group.timeout_seconds);
@@ -144,7 +144,7 @@ struct DeviceMesh::State {
     }
   }
 
-  // Which part of a row's copy of a model this rank has.
+  // The number of this rank's part in a row's copy of a model.
   int part() const { return claim ? claim->part() : ranks.rank() % number_of_ranks(in_one_row(axes)); }
 
   std::vector<Axis> axes;
@@ -197,7 +197,7 @@ void DeviceMesh::regroup(double timeout_seconds) const {
     throw Error(text("DeviceMesh: ", all.size(), " ranks go on, which are no whole rows of ", row_size));
   axes[0].size = all.size() / row_size;
   state_->claim.reset();
-  // Half of the time, so that one that waits in vain finds the others waiting for it.
+  // A Group may take half of the time, so that a rank that waits in vain finds the others waiting for it.
   state_->take(all, parallel::MeshGroups::Elastic{state_->membership->watch_for_losses(),
                                                   std::chrono::duration<double>(timeout_seconds / 2)});
 }

@@ -25,7 +25,7 @@ struct Division {
 // This rank's part, in memory of its own.
 Tensor divided(const Tensor& whole, const Division& division, const Communicator& ranks);
 
-// Of a parameter of which the ranks have other parts, or of which they have others in its place, such as other experts.
+// The hook of a parameter of which each rank has another part, or another one in its place, as experts are.
 class PartialParameter : public ops::ParameterHook, public gradient::ParameterParts {
  public:
   explicit PartialParameter(Communicator ranks) : ranks_(std::move(ranks)) {}
@@ -116,8 +116,8 @@ class DividedLinear final : public DividedLayer {
   const WholeInputs inputs_{layer(), ranks()}, ids_{layer(), ranks()};
 };
 
-// Of a column-parallel layer's bias: the whole, where it is added to whole outputs. torch::nn::Linear adds it by an
-// operator of its own where its input has more than two dimensions.
+// The hook of a column-parallel layer's bias, which is used whole where it is added to whole outputs. torch::nn::Linear
+// adds the bias by a separate operator where the input has more than two dimensions.
 class DividedBias final : public DividedLayer {
  public:
   DividedBias(DividedFor what, const Tensor& bias, const ColwiseParallel& style, const Communicator& ranks);
@@ -161,7 +161,7 @@ class SharedLinear final : public ops::ParameterHook {
   const PartialGradients gradients_;
 };
 
-// Of a parameter that all ranks have, each of which uses it for its part of the sequence: its gradient is their sum.
+// The hook of a parameter that all ranks have, and each uses for its part of the sequence: gradients are summed.
 class SequencePart final : public ops::ParameterHook {
  public:
   // `name`: the parameter's. `of`: its layer's style.
@@ -177,7 +177,7 @@ class SequencePart final : public ops::ParameterHook {
   const PartialGradients gradients_;
 };
 
-// Whether parallelize_module, or MoE, has given the parameter a style.
+// True where parallelize_module, or MoE, has given the parameter a style.
 bool has_style(const Tensor& parameter);
 
 }  // namespace lockstep::parallel

@@ -12,8 +12,8 @@
 
 namespace lockstep::parallel {
 
-// Which of the calls that all ranks make are compared: the first, second, fourth, eighth and so on, counted anew after
-// a regroup, since ranks may have come. None in a Rehearsal, whose other ranks give what this one does. Any thread.
+// Picks the calls of all ranks that are compared: the first, second, fourth, eighth and so on, counted anew after a
+// regroup, since ranks may have come. None in a Rehearsal, whose other ranks give what this one does. Any thread.
 class ComparedCalls {
  public:
   explicit ComparedCalls(const Communicator& ranks);

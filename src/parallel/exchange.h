@@ -1,4 +1,4 @@
-// What ranks of tensor parallelism exchange in forward, with the matching exchange in backward.
+// The exchanges of tensor parallelism in forward, each with the matching exchange in backward.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -8,7 +8,7 @@
 
 namespace lockstep::parallel {
 
-// What is done with a tensor along a dimension.
+// The kinds of exchange of a tensor along a dimension.
 enum class Exchange : std::uint8_t {
   keep,            // nothing
   sum,             // all get the sum of the ranks' tensors
@@ -21,7 +21,7 @@ enum class Exchange : std::uint8_t {
 // keep). Collective. Parts are equal; throws InvalidArgument where they cannot be.
 Tensor exchange(const Tensor& x, const Communicator& ranks, Exchange forward, Exchange backward, std::int64_t dim = -1);
 
-// The same without autograd. A tensor that nobody else uses may be changed.
+// Exchanges without autograd. A tensor that nobody else uses may be changed.
 Tensor exchange(Tensor x, const Communicator& ranks, Exchange what, std::int64_t dim);
 
 // A rank's equal part along a dimension: a view.

@@ -100,7 +100,7 @@ Tensor FlatShard::whole_flat(at::ScalarType dtype, at::Device device) const {
   return at::empty({part_ * ranks_.size()}, at::device(device).dtype(dtype));
 }
 
-// Which the parameters' device copies fast.
+// Makes host memory from and to which the parameters' device copies fast.
 Tensor FlatShard::host_memory(std::int64_t elements, at::ScalarType dtype) const {
   return at::empty({elements}, at::TensorOptions(dtype).pinned_memory(device_.is_cuda()));
 }

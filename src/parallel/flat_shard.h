@@ -16,7 +16,7 @@ namespace lockstep::parallel {
 // boundary, and are cut where parts end. While it is not gathered the module's parameters have shapes, but no values.
 class FlatShard {
  public:
-  // What parameters are gathered in, and their gradients summed in.
+  // The dtypes in which parameters are gathered, and their gradients summed.
   struct Precision {
     at::ScalarType gathered, summed;
   };
@@ -36,7 +36,7 @@ class FlatShard {
   const std::vector<std::string>& names() const { return names_; }
   const std::vector<Tensor>& parameters() const { return parameters_; }  // the module's
 
-  // This rank's part of parameter i, flat: a leaf, perhaps of no elements. They lie in one piece of memory, of
+  // This rank's part of parameter i, flat: a leaf, perhaps of no elements. Shards lie in one piece of memory, of
   // own_elements(), and may be moved together by Tensor::set_data.
   const Tensor& shard(std::size_t i) const { return shards_[i]; }
   std::int64_t own_elements() const { return part_; }
@@ -47,7 +47,7 @@ class FlatShard {
   // Throws InvalidArgument where a parameter that was frozen is to be trained now, which is not possible.
   void check_frozen() const;
 
-  // Which elements of parameter i they are.
+  // The elements of parameter i that this rank's part has.
   struct Range {
     std::int64_t begin = 0, count = 0;
   };
@@ -61,7 +61,7 @@ class FlatShard {
   // shard.data().
   void count_writes(const std::shared_ptr<std::atomic<std::int64_t>>& writes);
 
-  // Another number after each change of the shards.
+  // Returns another number after each change of the shards.
   std::int64_t version() const;
 
   // Throws Error where the values are there, and shards have changed since. Looks at each shard.
@@ -81,7 +81,7 @@ class FlatShard {
   bool has_taken(std::size_t i) const { return taken_[i]; }
   void forget_gradients();
 
-  // Collective: sums what ranks and replicas took. Where one took nothing it counts as zero.
+  // Collective: sums the gradients that ranks and replicas took. Where one took none it counts as zero.
   void reduce_gradients();
 
   // Adds the sums to the gradients of shards, but for parameters that no rank took a gradient of. After

@@ -18,7 +18,7 @@ class GradientNorm {
   double over(const Communicator& shards, const Communicator& stages) const;
 
  private:
-  // Of parameters whose other parts `ranks` have.
+  // The sum of squares of parameters whose other parts `ranks` have.
   struct Parts {
     Communicator ranks;
     double squares = 0;
@@ -27,13 +27,13 @@ class GradientNorm {
   std::vector<Parts> parts_{{}};  // the first of parameters that are not divided
 };
 
-// Each once: modules list a parameter under each of its names.
+// Returns each parameter once: modules list a parameter under each of its names.
 std::vector<Tensor> unique(const std::vector<Tensor>& parameters);
 
-// What gradients are multiplied by.
+// The factor that clips gradients of this norm.
 double clip_factor(double norm, double max_norm);
 
-// Throws InvalidArgument where it is not above 0.
+// Throws InvalidArgument where the norm is not above 0.
 void check_max_norm(double max_norm);
 
 }  // namespace lockstep::parallel

@@ -23,7 +23,7 @@ void check_equal(double examples_times_ranks, double total) {
       "gradients are sums over all ranks already, so scale the losses by the examples instead");
 }
 
-// Batch normalizations over as many ranks, whose last backward must have weighed these as the mean does.
+// Batch normalizations over equally many ranks, whose last backward must have weighed these ranks as the mean does.
 std::vector<std::shared_ptr<gradient::LayerOverRanks>> weighed_layers(const std::vector<Tensor>& parameters,
                                                                       const Communicator& ranks) {
   std::vector<std::shared_ptr<gradient::LayerOverRanks>> layers;
@@ -35,8 +35,8 @@ std::vector<std::shared_ptr<gradient::LayerOverRanks>> weighed_layers(const std:
   return layers;
 }
 
-// By the equality case of Cauchy's inequality, so that all ranks find the same. A rank whose batch had no examples has
-// no gradient to weigh.
+// Compares by the equality case of Cauchy's inequality, so that all ranks decide alike. A rank whose batch had no
+// examples has no gradient to weigh.
 void add_products(double examples, double counted, std::vector<double>& sums) {
   const double mine = counted > 0 ? examples : 0;
   sums.insert(sums.end(), {mine * mine, mine * counted, counted * counted});

@@ -1,5 +1,5 @@
-// Products of the axes of a mesh against one process that trains the whole model on the whole batch, in double
-// precision: with frozen and tied parameters, clipping, and batches that ranks and microbatches do not divide.
+// Compares products of the axes of a mesh with one process that trains the whole model on the whole batch, in double
+// precision. Covers frozen and tied parameters, clipping, and batches that ranks and microbatches do not divide.
 #include <gtest/gtest.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>

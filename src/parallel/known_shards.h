@@ -11,7 +11,7 @@ namespace lockstep::parallel {
 
 class PartialParameter;
 
-// `ranks`: those that have the other parts. `of`: what the module's parameter was before, as partial_of.
+// `ranks`: those that have the other parts. `of`: partial_of the module's parameter before it was divided.
 void know_shard(const Tensor& shard, const Communicator& ranks, std::shared_ptr<const PartialParameter> of);
 void forget_shard(const Tensor& shard);
 

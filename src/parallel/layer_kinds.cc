@@ -14,7 +14,7 @@
 namespace lockstep::parallel {
 namespace {
 
-// Layers with the same one cost the same. `module` has the layer as its only child, called by its number.
+// Layers with one identity cost the same. `module` has the layer as its only child, called by its number.
 std::string identity(const torch::nn::Module& module, const Tensor& x, const Tensor& output,
                      const ParallelPlan& entries) {
   const auto layer = module.children().front();

@@ -1,4 +1,4 @@
-// Which layers of a model cost the same, so that one of each kind is measured.
+// Finds the layers of a model that cost the same, so that one of each kind is measured.
 #pragma once
 
 #include <string>
@@ -26,7 +26,7 @@ struct LayerKind {
   double parameter_bytes = 0;
   double trained_bytes = 0;  // of those that are not frozen
 
-  // Its input for `examples`: of the batch for the first layer, else the sample repeated.
+  // The layer's input for `examples`: of the batch for the first layer, else the sample repeated.
   Tensor input(const MeasureInput& of, std::int64_t examples) const;
 };
 
@@ -38,9 +38,9 @@ struct LayerKinds {
   double parameter_bytes() const;  // of all layers
 };
 
-// Of the layers as they are on `tensor` ranks. Makes one after the other, and passes the fewest examples through. Not
-// collective. Throws InvalidArgument for an entry of the tensor plan that matches nothing and for a layer whose output
-// is not floating-point; on one rank also what a layer throws.
+// Finds the kinds of layers divided over `tensor` ranks. Makes one layer after the other, and passes the fewest
+// examples through. Not collective. Throws InvalidArgument for an entry of the tensor plan that matches nothing and for
+// a layer whose output is not floating-point; on one rank also what a layer throws.
 LayerKinds find_kinds(const MeasureInput& input, int tensor);
 
 // The first line of what an exception says: LibTorch's go on with their stacks.

@@ -1,4 +1,4 @@
-// Which layers are taken for equal ones.
+// Tests which layers count as equal.
 #include "parallel/layer_kinds.h"
 
 #include <ATen/ATen.h>

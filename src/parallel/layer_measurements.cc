@@ -36,7 +36,7 @@ struct TrialGroup {
     return {std::move(ranks), std::move(rehearsal)};
   }
 
-  // What was communicated since the last call would have taken; 0 where it was.
+  // The seconds that communication since the last call would have taken; 0 where the ranks did communicate.
   double seconds(MeasuredLinks& links) const {
     double sum = 0;
     if (rehearsal == nullptr) return sum;
@@ -88,7 +88,7 @@ class TimedTrial {
     return {mean[0] + forward_link_, mean[1] + backward_link, mean[2], std::max(mean[3], 0.0)};
   }
 
-  // Of the optimizer's step; null on a rank that has no part of the parameters.
+  // Returns the seconds of the optimizer's step. `optimizer` is null on a rank without a part of the parameters.
   double measure_update(torch::optim::Optimizer* optimizer) {
     std::vector<double> seconds;
     for (int round = 0; round < kUpdateRounds; ++round) {
@@ -138,7 +138,7 @@ class TimedTrial {
   double forward_link_ = 0;
 };
 
-// By one rank alone, so that threads can be ranks.
+// Counted by one rank alone, so that threads can be ranks.
 LayerBytes bytes_of_kind(const MeasureInput& input, const LayerKind& kind, LayerTrial& trial, std::int64_t examples) {
   LayerBytes bytes;
   trial.zero_grad();
@@ -164,11 +164,11 @@ LayerBytes bytes_of_kind(const MeasureInput& input, const LayerKind& kind, Layer
 double bytes_of_trial(const LayerKind& kind, const LayerDivision& division) {
   const auto own = kind.parameter_bytes + kind.trained_bytes;
   if (division.sharding == Sharding::none) return own;
-  // What is gathered, and its gradients: each parameter's own, and in the memory that is reduced.
+  // Gathered parameters, and their gradients twice: each parameter's own, and the memory that is reduced.
   return own / division.shards + kind.parameter_bytes + 2 * kind.trained_bytes;
 }
 
-// Of two measurements of the same; all of backward from one.
+// The least of two measurements of one layer; both parts of backward come from one of the two.
 LayerTimes least(const LayerTimes& a, const LayerTimes& b) {
   const auto backward = [](const LayerTimes& times) { return times.backward_input + times.backward_weight; };
   auto result = backward(b) < backward(a) ? b : a;
@@ -277,7 +277,7 @@ void LayerMeasurements::time_kind(const LayerDivision& division, std::size_t num
   const auto states = input_.options.optimizer_states * kind.trained_bytes;
   const bool fits =
       (kind.parameter_bytes + kind.trained_bytes + states) / division.shards <= input_.options.memory_bytes;
-  // The same on all ranks, also on one without a part of the layer.
+  // All ranks decide alike, also one without a part of the layer.
   if (!fits || profile.times.empty() || kind.trained_bytes == 0) return;
   const auto optimizer = make_optimizer(trial.parameters());
   const auto update = timed.measure_update(optimizer.get());

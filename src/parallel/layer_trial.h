@@ -21,7 +21,7 @@ class LayerTrial {
   LayerTrial(const PipelineStage& stage, const ParallelPlan& entries, Sharding sharding, const TrialGroups& groups);
   ~LayerTrial();
 
-  // Forward; of the loss too where it is given. Kept for `backward`.
+  // Computes forward, and the loss where it is given, and keeps the graph for `backward`.
   void forward(const Tensor& x);
   void forward(const Tensor& x, const Tensor& target, const SplitLoss& loss);
 

@@ -10,8 +10,8 @@ class Module;
 namespace lockstep::parallel {
 
 // Divided layers take and give whole activations. Throws InvalidArgument for a pattern that no parameter's name
-// matches, for a layout whose length is not the parameter's number of dimensions, for an axis that is not
-// `tensor_axis`, and for a parameter that cannot be divided so.
+// matches, and for a layout whose length is not the parameter's number of dimensions. Throws it also for an axis other
+// than `tensor_axis`, and for a parameter that cannot be divided so.
 ParallelPlan plan_of(const LayoutMap& map, const torch::nn::Module& module, const std::string& tensor_axis);
 
 }  // namespace lockstep::parallel

@@ -18,7 +18,7 @@ class MeasuredLinks {
 
   const Communicator& all() const { return all_; }
 
-  // Whether there are Groups of so many ranks, next to each other.
+  // True where there are Groups of so many neighbouring ranks.
   bool has(int ranks) const { return all_.size() % ranks == 0; }
 
   // This rank's Group of `count` ranks, `stride` apart; of fewer where ranks are left over. Made when it is first asked

@@ -10,7 +10,7 @@
 namespace lockstep::parallel {
 namespace {
 
-// How the loss of a rank is told to Groups in which it is not: as the reason for which they are aborted.
+// Groups in which a lost rank is not learn of it by the reason for which they are aborted, which begins so.
 constexpr std::string_view kLost = "lost rank of the mesh ";
 
 constexpr std::chrono::milliseconds kBetweenLooks(100);  // for ranks that have gone
@@ -134,7 +134,7 @@ std::shared_ptr<GroupBackend> MeshBackend::make(cluster::Bootstrap& members, Dea
   return std::make_shared<MeshBackend>(std::move(made), groups_, std::move(ranks));
 }
 
-// So that an elastic job goes on.
+// Names the ranks that have gone, so that an elastic job goes on.
 void MeshBackend::raise_failed_to_make(const std::string& why) const {
   const auto& elastic = groups_->elastic();
   for (const auto until = Deadline::after(kToFindOut); !until.passed(); std::this_thread::sleep_for(kBetweenLooks)) {

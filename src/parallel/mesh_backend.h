@@ -17,7 +17,7 @@ namespace lockstep::parallel {
 // The Groups of a mesh in which one rank is. Any thread.
 class MeshGroups {
  public:
-  // Of an elastic job: a rank that has gone, and how long making a Group may take.
+  // For an elastic job: returns a rank that has gone, and how long making a Group may take.
   struct Elastic {
     std::function<std::optional<int>()> first_gone;
     std::chrono::duration<double> to_make;
@@ -29,7 +29,7 @@ class MeshGroups {
 
   void add(const std::shared_ptr<GroupBackend>& backend);
 
-  // That of all ranks of the mesh.
+  // The backend of all ranks of the mesh.
   void set_whole(const std::shared_ptr<GroupBackend>& backend) { whole_ = backend; }
   std::shared_ptr<GroupBackend> whole() const { return whole_.lock(); }
 
@@ -47,8 +47,8 @@ class MeshGroups {
   std::vector<std::weak_ptr<GroupBackend>> backends_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
-// A rank that sees an error in one Group fails its others, where ranks may wait that do not know of it: so all ranks of
-// a mesh learn of it, from neighbour to neighbour. PeerLost and DeadlineExceeded name ranks of the mesh.
+// A rank that sees an error in one Group fails its other Groups, where ranks may wait. So the error reaches all ranks
+// of a mesh, from neighbour to neighbour. PeerLost and DeadlineExceeded name ranks of the mesh.
 class MeshBackend final : public collective::Wrapper {
  public:
   // `mesh_ranks`: of the Group's ranks.

@@ -230,7 +230,7 @@ gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set
     return split;
   }
   gradient::SplitModule split;
-  // On a larger mesh they are units.
+  // On a larger mesh these are units.
   fitting(options_.fully_shard.units, module.named_modules("", /*include_self=*/false).keys(), used);
   if (expert_.size() > 1 || topology_.positions.size() > 1) {
     split.summed_over = summed_;

@@ -25,7 +25,7 @@ class MeshParallelism final : public strategy::ModelParallelism {
   std::string describe() const override;
   void regroup(double timeout_seconds) const override;
 
-  // Of a model that is one module. Throws InvalidArgument where models are cut into stages.
+  // Splits a model that is one module. Throws InvalidArgument where models are cut into stages.
   gradient::SplitModule split(torch::nn::Module& module) const override;
 
   // The processes of the mesh; null where it was made of a Communicator.
@@ -34,11 +34,11 @@ class MeshParallelism final : public strategy::ModelParallelism {
   // The mesh goes on with the generations of this strategy's job. Throws InvalidArgument where another one has said so.
   void claim_mesh() const { mesh_.claim_for_elastic_strategy(); }
 
-  // Whether models are cut into stages, by PipelineModel.
+  // True where models are cut into stages, by PipelineModel.
   bool has_stages() const { return mesh_.contains(options_.pipeline_axis); }
   const ModelParallelOptions& options() const { return options_; }
 
-  // Whether layers have experts on other ranks: then one without examples computes with none, which are no tokens.
+  // True where layers have experts on other ranks: a rank without examples then computes with no tokens.
   bool has_experts() const { return expert_.size() > 1; }
 
   // This rank's positions of the sequences, and what must live while it computes with them; the whole of an output.
@@ -49,8 +49,8 @@ class MeshParallelism final : public strategy::ModelParallelism {
   std::unique_ptr<ContextParallel> use_context() const;
   Tensor whole_positions(const Tensor& part) const;
 
-  // Of a stage, or of a whole model: divides layers over the ranks for tensors; then shards what this rank keeps, and
-  // says what it trains. Patterns that match nothing in the module are left out; those that match are added to `used`.
+  // `divide` divides the layers of a stage, or model, over the ranks for tensors; then `shard` shards this rank's part,
+  // and says what it trains. Patterns that match nothing in the module are left out; others are added to `used`.
   void divide(torch::nn::Module& module, std::set<std::string>& used) const;
   gradient::SplitModule shard(torch::nn::Module& module, std::set<std::string>& used) const;
 

@@ -91,7 +91,7 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
     fail("compare_copies_every is ", options.compare_copies_every, "; it must be 0 (never) or more steps");
 }
 
-// What one rank finds wrong all say.
+// All ranks throw the error that one rank finds.
 void check_on_all(const DeviceMesh& mesh, const ModelParallelOptions& options) {
   std::string wrong;
   try {
@@ -104,7 +104,7 @@ void check_on_all(const DeviceMesh& mesh, const ModelParallelOptions& options) {
   }
 }
 
-// A process without a launcher, to which none can come.
+// True for a process without a launcher, to which no other can come.
 bool is_alone(const DeviceMesh& mesh) { return !mesh.job() || mesh.job()->stores() == nullptr; }
 
 StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions& options) {

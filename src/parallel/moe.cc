@@ -35,7 +35,7 @@ Tensor all_to_all_rows(const Tensor& rows, const Numbers& sent, const Numbers& r
 
 Tensor exchange_rows(const Tensor& rows, const Numbers& sent, const Numbers& received, const Communicator& ranks);
 
-// Rows for ranks 0, 1, ...; the result has the rows from ranks 0, 1, ... Backward sends the gradients back.
+// Sends rows to ranks 0, 1, ...; the result has the rows from ranks 0, 1, ... Backward sends the gradients back.
 struct ExchangeRows : torch::autograd::Function<ExchangeRows> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& rows, const Numbers& sent,
                         const Numbers& received, const Communicator& ranks) {
@@ -64,7 +64,7 @@ Tensor gather_rows(const Tensor& mine, const Communicator& ranks) {
   return parallel::exchange(mine.unsqueeze(0), ranks, parallel::Exchange::gather, 0);
 }
 
-// Which choices of this rank's tokens are kept, and where the kept rows go.
+// The choices of this rank's tokens that are kept, and the numbers of rows that go to each expert.
 struct Routes {
   Tensor choices;  // [kept]: indices into the flat [top_k, tokens] choices, ordered by expert
   Tensor counts;   // [ranks, experts]: kept choices of each rank for each expert
@@ -92,8 +92,8 @@ Routes route(const Tensor& experts_of, const MoEOptions& options, const Communic
   return {kept.index_select(0, order), counts, (total - counts.sum()).item<std::int64_t>()};
 }
 
-// Where the rows that came from ranks 0, 1, ..., each ordered by expert, lie when they are ordered by expert first:
-// row i of the latter is row result[i] of the former. counts [ranks, own experts].
+// Returns the order that puts rows by expert first. Received rows come by rank (0, 1, ...), each rank's by expert; row
+// i by expert is received row result[i]. counts [ranks, own experts].
 Tensor by_expert(const Tensor& counts) {
   const auto ranks = counts.size(0), experts = counts.size(1);
   const auto flat = counts.flatten();

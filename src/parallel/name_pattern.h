@@ -7,7 +7,7 @@
 
 namespace lockstep::parallel {
 
-// Whether `name` is `pattern`, in which "*" stands for any characters but a dot.
+// True where `name` matches `pattern`, in which "*" stands for any characters but a dot.
 bool matches(std::string_view pattern, std::string_view name);
 
 bool matches_any(std::string_view pattern, const std::vector<std::string>& names);

@@ -29,8 +29,8 @@ torch::nn::Sequential make_two_layers() {
   return net;
 }
 
-// After a look at the outputs, which gathers. Some of LibTorch's optimizers write through Tensor::data, whose version
-// is not the shard's.
+// Each test looks at the outputs first, which gathers. Some of LibTorch's optimizers write through Tensor::data, whose
+// version is not the shard's.
 TEST(OldShards, AreRefusedAfterEachOptimizer) {
   using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)>;
   const std::vector<Make> makers{

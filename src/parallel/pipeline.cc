@@ -112,7 +112,7 @@ struct Pipeline::State {
     schedule = std::move(chosen);
   }
 
-  // Numbered anew after a regroup, on all ranks.
+  // Purposes are numbered anew after a regroup, on all ranks.
   void name_purposes() {
     const auto name = text("Pipeline ", ranks.group().next_number() + 1);
     stepping = Purpose("a step of " + name);

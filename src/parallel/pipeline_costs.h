@@ -1,4 +1,4 @@
-// What an action of a pipeline schedule costs.
+// The costs of an action of a pipeline schedule.
 #pragma once
 
 #include <vector>

@@ -72,7 +72,7 @@ StageParameter place_of(const std::string& name, const std::vector<int>& layers_
   return {stage, name};
 }
 
-// What the functions that make stages share.
+// The state that functions that make stages share.
 struct MakingStages {
   Layers layers;
   std::set<std::string> names, used;  // of modules and parameters; of patterns

@@ -31,8 +31,8 @@ class PipelineModel {
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
   const gradient::SplitModule& split() const { return split_; }
 
-  // As Pipeline, with as many microbatches as all pipelines have examples for where parameters are sharded over them:
-  // collective over these.
+  // Call Pipeline's. Where parameters are sharded over pipelines, each has as many microbatches as all have examples
+  // for: collective over the pipelines.
   void forward_backward(const Tensor& x, const MicrobatchLoss& loss);
   Tensor forward(const Tensor& x);
 

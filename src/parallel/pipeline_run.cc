@@ -39,7 +39,7 @@ void PipelineRun::split(const Tensor& x, std::int64_t most_microbatches) {
   for (const auto& part : parts_) first_example_.push_back(std::exchange(first, first + part.size(0)));
 }
 
-// What another stage made: of this rank or another one.
+// Takes the tensor of another stage, of this rank or another one.
 Tensor PipelineRun::take(const StageMessage& wanted, int from_stage) {
   const auto from = schedule_.rank_of_stage[static_cast<std::size_t>(from_stage)];
   if (from != rank_) return links_.receive(from, wanted).to(parts_[0].device());

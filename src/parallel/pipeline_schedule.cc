@@ -65,7 +65,7 @@ void check_complete(const PipelineSchedule& schedule, const Places& places) {
   }
 }
 
-// What must have been done before the action.
+// The actions that must end before this action.
 std::vector<PipelineAction> needs(const PipelineSchedule& schedule, const Places& places,
                                   const PipelineAction& action) {
   const auto [kind, stage, microbatch] = action;
@@ -126,7 +126,7 @@ class Simulation {
     return any;
   }
 
-  // When what the action needs is there; nothing while it is not.
+  // The time when the action has its inputs; nothing while one is missing.
   std::optional<double> ready_at(std::size_t rank, const PipelineAction& action) const {
     double ready = 0;
     for (const auto& need : needs(schedule_, places_, action)) {
@@ -161,7 +161,7 @@ class Simulation {
   PipelineTimes times_;
 };
 
-// "F2'": of the second of the rank's stages.
+// Returns a cell such as "F2'", where ' marks the rank's second stage.
 std::string cell_of(const PipelineSchedule& schedule, const PipelineAction& action) {
   const auto rank = schedule.rank_of_stage[static_cast<std::size_t>(action.stage)];
   const auto before = std::count(schedule.rank_of_stage.begin(), schedule.rank_of_stage.begin() + action.stage, rank);

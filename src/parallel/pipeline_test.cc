@@ -219,7 +219,7 @@ TEST(Pipeline, SplitsBackward) {
   });
 }
 
-// By the file, which another tool reads.
+// Compares by the file, which another tool reads.
 TEST(Pipeline, TimelineAgreesWithTheSchedule) {
   const auto folder = fresh_folder("parallel", "timeline");
   collective::on_ranks(3, [&](const Group& group) {

@@ -127,7 +127,7 @@ SplitPlan plan_parallel(const std::vector<PipelineStage>& layers, const Tensor& 
   for (const auto& [division, examples] : needs.divisions) {
     if (!examples.empty()) fewest = std::min(fewest, *examples.begin());
   }
-  // Whose Groups all end where a rank of one is lost.
+  // A mesh, since all its Groups end where a rank of one is lost.
   const DeviceMesh mesh({{"ranks", -1}}, ranks);
   parallel::MeasuredLinks links(mesh.ranks());
   auto generator = ops::generator_of_thread();

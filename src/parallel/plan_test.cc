@@ -27,7 +27,7 @@ std::mutex& making() {
   return mutex;
 }
 
-// With the same values at each call, in double precision; threads may call.
+// Returns layers with the same values at each call, in double precision; threads may call.
 std::vector<PipelineStage> layers_of(const TransformerOptions& options) {
   std::vector<PipelineStage> layers;
   const auto add = [&](const auto& make) {
@@ -195,7 +195,7 @@ TEST(Plan, AnErrorOnOneRankEndsAll) {
   });
 }
 
-// Divided over ranks it throws, on one of them.
+// A layer that throws on one rank where it is divided over ranks.
 struct FailsDividedImpl : FailsInTrainingImpl {
   explicit FailsDividedImpl(bool divided) : FailsInTrainingImpl(false), fails_divided(divided) {}
   at::Tensor forward(const at::Tensor& x) {
@@ -271,7 +271,7 @@ TEST(Plan, ARankWithoutAPartOfASmallLayerTakesPart) {
   });
 }
 
-// What a training really takes, by the allocator.
+// Compares the plan with the bytes of a real training, by the allocator.
 TEST(Plan, MemoryIsWhatTheAllocatorCounts) {
   if (memory_stats().reserved_bytes == 0) return;  // LibTorch's own counts nothing
   const TransformerOptions options{.layers = 6, .width = 128, .head = 32, .sequence = 64};

@@ -23,7 +23,7 @@
 namespace lockstep {
 namespace {
 
-// What a forward depends on beside its input: random numbers, the precision of operators, and who has other positions.
+// The state that a forward uses beside its input: random numbers, precision of operators, and who has other positions.
 class ForwardState {
  public:
   explicit ForwardState(c10::Device device)
@@ -114,7 +114,7 @@ class Buffers {
   std::vector<Kept> kept_;
 };
 
-// While it lives, a second forward reads and writes copies of the values that the first one began with.
+// While this lives, a second forward reads and writes copies of the values that the first one began with.
 class AsBeforeForward {
  public:
   explicit AsBeforeForward(const std::vector<ChangedBuffer>& changed) {

@@ -25,7 +25,7 @@ class Rehearsal {
 
   const Communicator& ranks() const { return ranks_; }
 
-  // What was called since the last `take`.
+  // Returns the calls since the last `take`.
   std::vector<Counted> take();
 
  private:

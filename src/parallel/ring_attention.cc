@@ -1,4 +1,4 @@
-// Attention of this rank's queries to all keys, a part at a time: results of parts are joined by the logarithms of
+// Attention of this rank's queries to all keys, a part at a time. Results of parts are joined by the logarithms of
 // their sums of exponentials, as in FlashAttention (Dao et al. 2022).
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>

@@ -47,7 +47,7 @@ class GreedySchedule {
         stages_(static_cast<std::size_t>(schedule_.stages())),
         free_at_(static_cast<std::size_t>(schedule_.ranks())) {}
 
-  // Nothing where no rank can go on, since all keep as many microbatches as they may.
+  // Returns nothing where no rank can go on, since all keep as many microbatches as they may.
   std::optional<PipelineSchedule> finish() && {
     auto left = 3 * schedule_.stages() * schedule_.microbatches;
     while (left > 0) {
@@ -66,7 +66,7 @@ class GreedySchedule {
   }
 
  private:
-  // Microbatches pass a stage in order: when each has.
+  // The times at which microbatches have passed a stage, in order.
   struct Stage {
     std::vector<double> forward, input, weight;
   };
@@ -78,7 +78,7 @@ class GreedySchedule {
                                           : at(stage).weight;
   }
 
-  // Whether what the stage's next action of this kind needs is there.
+  // True where the stage's next action of this kind has its inputs.
   bool is_ready(Kind kind, int stage, double now) {
     const auto i = done(kind, stage).size();
     const auto has = [&](const std::vector<double>& passed) { return passed.size() > i && passed[i] <= now; };
@@ -214,7 +214,7 @@ PipelineSchedule interleaved(int ranks, int stages, int microbatches, const std:
 PipelineSchedule zero_bubble(int ranks, int stages, int microbatches, const std::vector<PipelineCosts>& costs) {
   auto schedule = begin_one_stage_a_rank("zero_bubble", ranks, stages, microbatches);
   for (int rank = 0; rank < ranks; ++rank) {
-    // As one_forward_one_backward, with gradients of weights `rank` microbatches later than those of inputs.
+    // This is one_forward_one_backward, with gradients of weights `rank` microbatches later than those of inputs.
     auto& actions = schedule.actions[static_cast<std::size_t>(rank)];
     const int warm_up = ranks - 1 - rank;
     for (int i = -warm_up; i < microbatches + rank; ++i) {

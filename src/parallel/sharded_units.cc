@@ -225,7 +225,7 @@ void ShardedUnits::use(std::size_t index, std::uint64_t call) {
   if (options_.prefetch) prefetch();
 }
 
-// What followed this use in the step before.
+// Begins to gather the unit that followed this use in the step before.
 void ShardedUnits::prefetch() {
   const auto next = uses_.size();
   if (next >= uses_before_.size() || uses_before_[next - 1] != uses_.back()) return;
@@ -295,14 +295,14 @@ void ShardedUnits::begin_backward() {
   }
 }
 
-// After one that broke off: forgets what it left.
+// Forgets what a backward that broke off left.
 void ShardedUnits::forget_backward() {
   for_each_flat_shard([](FlatShard& flat) { flat.forget_gradients(); });
   backward_.reset();
   uses_.clear();
 }
 
-// On all ranks in the same order.
+// Reduces units on all ranks in the same order.
 void ShardedUnits::reduce_complete_units() {
   while (!not_reduced_.empty() && not_reduced_.back()->waits_for == 0) {
     reduce(*not_reduced_.back());

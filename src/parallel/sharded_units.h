@@ -1,4 +1,4 @@
-// Which parameters of fully_shard are gathered when, and the gradients of a backward.
+// Decides when parameters of fully_shard are gathered, and reduces the gradients of a backward.
 #pragma once
 
 #include <functional>
@@ -43,8 +43,8 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void release();
   void expect_forwards() { weights_.expect_forwards(); }
 
-  // To be called before add. From then on an operator that writes one of this rank's shards makes all gathered values
-  // old. This is for users who call the module past FullySharded, which releases the values before each forward.
+  // Called before `add`. From then on an operator that writes one of this rank's shards makes all gathered values old.
+  // This is for users who call the module past FullySharded, which releases the values before each forward.
   void count_writes() { writes_ = std::make_shared<std::atomic<std::int64_t>>(0); }
   gradient::BackwardWeights& weights() { return weights_; }
 
@@ -54,19 +54,19 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   // Forgets a step that broke off, since another rank was lost.
   void abandon();
 
-  // In place of add_examples: from now on gradients are sums over ranks and replicas, to which this rank's count times
+  // In place of add_examples: from now on gradients are sums over ranks and replicas, and this rank's count times
   // `factor`.
   void sum_gradients(double factor) { given_factor_ = factor; }
 
-  // For an operator that reads a parameter of the unit: gathers it, and gives up those of operators before. `call`
-  // numbers operators; one may read several units.
+  // For an operator that reads a parameter of the unit: gathers the unit, and gives up those of operators before.
+  // `call` numbers operators; one may read several units.
   void use(std::size_t unit, std::uint64_t call);
 
   const std::vector<Tensor>& shards() const { return shards_; }  // this rank's
   const Communicator& ranks() const { return ranks_; }
   const Communicator& replicas() const { return options_.replicas; }
 
-  // In the order in which they were added, the same on all ranks.
+  // Calls act in the order in which shards were added, the same on all ranks.
   template <class Act>
   void for_each_flat_shard(const Act& act) const {
     for (const auto& unit : units_) {

@@ -1,4 +1,4 @@
-// What users' modules do with parameters that fully_shard divided, beside calling layers.
+// Tests uses of parameters that fully_shard divided other than calls of layers.
 #include <gtest/gtest.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>

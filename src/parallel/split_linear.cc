@@ -25,12 +25,12 @@ WeightGradients* collecting() {
   return found == nullptr ? nullptr : &found->later;
 }
 
-// As backward hands it to a leaf.
+// Hands the gradient to the leaf as backward does.
 void accumulate(const Tensor& weight, const Tensor& gradient) {
   (*torch::autograd::impl::grad_accumulator(weight))({gradient.to(weight.scalar_type())});
 }
 
-// Not where the caller has hooks on the gradient, which backward would call without one.
+// False where the caller has hooks on the gradient, which backward would call without one.
 bool can_wait(const Tensor& weight) { return weight.is_leaf() && !ops::may_keep_gradient(weight); }
 
 // Gradients are computed in the dtype of the product, which autocast chose, and have it. Their backward may be
@@ -51,7 +51,7 @@ Tensor weight_gradient(const Tensor& gradient, const Tensor& x) {
 struct SplitLinear : torch::autograd::Function<SplitLinear> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x, const Tensor& weight,
                         const std::optional<Tensor>& bias) {
-    // What backward does not read may be changed in place.
+    // x is saved only where backward reads it: else it may be changed in place.
     context->save_for_backward({weight.requires_grad() ? x : Tensor(), weight});
     context->saved_data["needs"] =
         std::vector<bool>{x.requires_grad(), weight.requires_grad(), bias.has_value() && bias->requires_grad()};

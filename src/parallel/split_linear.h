@@ -16,10 +16,10 @@ namespace lockstep::parallel {
 // Gradients of weights that backward has left for later.
 class WeightGradients {
  public:
-  // Computes them and adds them to the weights' gradients, in the order of backward.
+  // Computes the gradients that are left and adds them to the weights', in the order of backward.
   void compute();
 
-  // While it lives, backwards that this thread calls leave gradients of weights to `later`.
+  // While this lives, backwards that this thread calls leave gradients of weights to `later`.
   class Collect {
    public:
     explicit Collect(WeightGradients& later);
@@ -38,7 +38,7 @@ class WeightGradients {
 // graph, without hooks of its own (register_hook), is left for later.
 Tensor split_linear(const Tensor& x, const Tensor& weight, const Tensor& bias);
 
-// Of a weight: its linear layers are split_linear.
+// The hook of a weight whose linear layers become split_linear.
 class SplitWeight final : public ops::ParameterHook {
  public:
   explicit SplitWeight(const Tensor& weight) : weight_(weight) {}

@@ -9,7 +9,7 @@
 namespace lockstep::parallel {
 namespace {
 
-// In the order x, weight, bias: those of `product`, which is computed in bfloat16.
+// The gradients of x, weight and bias through `product`, which is computed in bfloat16.
 template <class Product>
 std::vector<Tensor> gradients_of(const Product& product) {
   at::manual_seed(2);

@@ -11,7 +11,7 @@ namespace {
 
 const TransformerOptions kSplitOptions{.layers = 2};
 
-// Of make_transformer, with its values.
+// The layers of make_transformer, with its values.
 std::vector<PipelineStage> transformer_layers() {
   std::vector<PipelineStage> layers;
   const auto add = [&]<class Layer>(std::type_identity<Layer>) {

@@ -1,4 +1,4 @@
-// What plan_parallel chooses by: the costs of layers, as they are divided, and of links. Values, without torch.
+// plan_parallel chooses by these costs of layers, as they are divided, and of links. Values, without torch.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ struct LayerDivision {
   friend auto operator<=>(const LayerDivision&, const LayerDivision&) = default;
 };
 
-// Of a layer, for one microbatch, in seconds, with what its ranks communicate in it. With sharding `backward_input` is
+// Seconds of a layer for one microbatch, with the communication of its ranks in it. With sharding `backward_input` is
 // the whole of backward.
 struct LayerTimes {
   double forward = 0;
@@ -42,7 +42,7 @@ struct LayerProfile {
   double trained_bytes = 0;                  // of those that are not frozen: they alone have gradients
   double update_seconds = 0;                 // the optimizer's step on what a rank has of it
   std::map<std::int64_t, LayerTimes> times;  // by examples of a microbatch
-  std::map<std::int64_t, LayerBytes> bytes;  // likewise; without sharding alone
+  std::map<std::int64_t, LayerBytes> bytes;  // by examples of a microbatch; only without sharding
 };
 
 struct DividedLayers {

@@ -12,7 +12,7 @@
 namespace lockstep::parallel {
 namespace {
 
-// Of a shard: where it lies in the parameter of the module, which may be divided too.
+// The place of a shard in the parameter of the module, which may be divided too.
 class ShardParts final : public gradient::ParameterParts {
  public:
   ShardParts(const Tensor& parameter, FlatShard::Range range, Communicator ranks)

@@ -6,8 +6,8 @@
 
 namespace lockstep::parallel {
 
-// What a rank trains of a module whose parameters are in these units: its shards, under the parameters' names in the
-// module. They stay in one piece for each flat buffer of the units.
+// Returns the part that a rank trains of a module whose parameters are in these units: its shards, under the
+// parameters' names in the module. Shards stay in one piece for each flat buffer of the units.
 gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, const torch::nn::Module& module);
 
 }  // namespace lockstep::parallel

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kMostDimensions = 12;
 
-// What goes before each tensor.
+// The header that goes before each tensor.
 struct Header {
   std::int64_t kind, stage, microbatch, dtype, dimensions;
   std::int64_t sizes[kMostDimensions];

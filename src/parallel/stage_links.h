@@ -11,7 +11,7 @@
 
 namespace lockstep::parallel {
 
-// What a message is: the output of a stage, or the gradient of its input, for a microbatch.
+// A message is the output of a stage, or the gradient of its input, for a microbatch.
 struct StageMessage {
   enum class Kind : std::int64_t { output, gradient };
   Kind kind = Kind::output;

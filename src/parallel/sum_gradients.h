@@ -8,11 +8,11 @@
 
 namespace lockstep::parallel {
 
-// Adds to each gradient those of the other ranks, but for parameters of which the ranks have other parts. One that no
-// rank has a gradient of stays without. Collective.
+// Adds to each gradient those of the other ranks, but for parameters of which the ranks have other parts. A parameter
+// without a gradient on any rank stays so. Collective.
 void sum_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks);
 
-// Whether the ranks have different parts of the parameter, each with the gradient of all ranks' losses.
+// True where the ranks have different parts of the parameter, each with the gradient of all ranks' losses.
 bool is_divided_among(const Tensor& parameter, const Communicator& ranks);
 
 }  // namespace lockstep::parallel

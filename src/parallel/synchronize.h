@@ -5,7 +5,7 @@
 
 namespace lockstep::parallel {
 
-// Until the device has computed what was given to it; for a CPU that is so already.
+// Waits until the device has computed all work that it was given; a CPU has already.
 inline void synchronize(c10::Device device) {
   if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
 }

@@ -21,7 +21,7 @@ using parallel::DividedFor;
 using parallel::DividedLinear;
 using parallel::DividedParameter;
 
-// What a plan does to one parameter.
+// The change that a plan makes to one parameter.
 struct Change {
   std::string name;
   Tensor parameter;
@@ -260,7 +260,7 @@ bool has_styles_of_layers(const ParallelPlan& plan) {
                      [](const auto& entry) { return !std::holds_alternative<Shard>(entry.second); });
 }
 
-// What ranks must have in common.
+// Prints the facts that ranks must agree on.
 std::string description(torch::nn::Module& module, const ParallelPlan& plan) {
   std::string lines;
   for (const auto& each : module.named_parameters()) {

@@ -21,7 +21,7 @@ Tensor find(const StageParameter& wanted, const torch::nn::Module& module) {
                              suggestion(wanted.name, parameters.keys())));
 }
 
-// Of a copy that is not the first.
+// Marks a copy that is not the first.
 struct TiedCopy final : ops::ParameterHook {};
 
 }  // namespace
@@ -79,7 +79,7 @@ void TiedParameter::begin_step() {
 void TiedParameter::finish_step() {
   if (mine_.empty()) return;
   const at::NoGradGuard no_gradient;
-  // Sent are the sum, how many copies have a gradient, and how many are trained.
+  // Ranks send the sum, how many copies have a gradient, and how many are trained.
   const auto numel = mine_[0].numel();
   const auto sent = at::zeros({numel + 2}, mine_[0].options().requires_grad(false));
   const auto sum = sent.narrow(0, 0, numel).view(mine_[0].sizes());

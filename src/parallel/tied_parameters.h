@@ -18,7 +18,7 @@ class TiedParameter {
   TiedParameter(const std::vector<StageParameter>& copies, const PipelineSchedule& schedule, const StageModules& mine,
                 const Communicator& ranks);
 
-  // After a regroup of the pipeline's ranks. Collective over them.
+  // Called after a regroup of the pipeline's ranks. Collective over them.
   void regroup(const Communicator& ranks);
 
   // Before a step: puts aside the gradients of earlier steps.
@@ -41,7 +41,7 @@ class TiedParameter {
   Communicator ranks_;           // those that have copies
 };
 
-// Whether a parameter is one of several copies and not the first.
+// True where a parameter is one of several copies and not the first.
 bool is_tied_copy(const Tensor& parameter);
 
 }  // namespace lockstep::parallel

@@ -155,7 +155,7 @@ inline at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& labe
   return torch::nn::functional::cross_entropy(logits.flatten(0, 1), labels.flatten());
 }
 
-// Of the parameters that `some` has.
+// The largest difference of the parameters that `some` has.
 inline double largest_difference(const Parameters& some, const Parameters& all) {
   const at::NoGradGuard no_gradient;
   double largest = 0;

@@ -1,10 +1,10 @@
-// Pooling to given sizes, whose windows differ in size: by products with what each output takes of each element.
+// Pooling to given sizes, whose windows differ in size: by products with each element's share in each output.
 #include "tpu/call.h"
 
 namespace lockstep::tpu {
 namespace {
 
-// What each of `outputs` takes of each of `size`: [outputs, size], the mean over those from floor(i size / outputs) to
+// Shares [outputs, size] of elements in outputs: output i is the mean of elements from floor(i size / outputs) to
 // ceil((i + 1) size / outputs).
 Value shares(Call& call, std::int64_t outputs, std::int64_t size, DType dtype) {
   std::vector<float> all(static_cast<std::size_t>(outputs * size));

@@ -33,7 +33,7 @@ Lowering of_two(TwoArguments make) {
   };
 }
 
-// With the sign of the divisor, as in Python.
+// The remainder with the sign of the divisor, as in Python.
 at::Tensor python_remainder(const at::Tensor& x, const at::Tensor& y) {
   const auto rest = at::fmod(x, y);  // with that of the dividend
   const auto other_sign = rest.lt(0).ne(at::broadcast_tensors({y, rest})[0].lt(0)).logical_and(rest.ne(0));
@@ -44,7 +44,7 @@ at::Tensor truncated(const at::Tensor& x) { return x.is_floating_point() ? at::w
 
 at::Tensor floor_quotient(const at::Tensor& x, const at::Tensor& y) {
   if (!x.is_floating_point()) return (x - python_remainder(x, y)).div(y, "trunc");
-  // By the remainder, as LibTorch does, since x / y may be rounded up to the next whole number.
+  // Uses the remainder, as LibTorch does, since x / y may be rounded up to the next whole number.
   const auto quotient = (x - python_remainder(x, y)) / y;
   const auto whole = quotient.floor();
   return at::where(y.eq(0), x / y, at::where(quotient - whole > 0.5, whole + 1, whole));
@@ -73,7 +73,7 @@ void clamp_by_tensors(Call& call) {
   call.returns(Tensors{x});
 }
 
-// Whether any, or all, are not 0: of all elements, or of those along dimensions.
+// True where any, or all, elements are not 0: over the whole tensor, or along dimensions.
 Lowering truth(bool any, bool has_dimensions) {
   return [=](Call& call) {
     const auto x = call.tensor(0);

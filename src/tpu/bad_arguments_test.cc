@@ -1,4 +1,4 @@
-// What LibTorch refuses is refused while a step is traced, and named.
+// Arguments that LibTorch refuses are refused while a step is traced, and named.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 

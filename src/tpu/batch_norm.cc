@@ -33,7 +33,7 @@ Statistics of_batch(const at::Tensor& x, const at::Tensor& counts) {
   return {mean, variance, count};
 }
 
-// As LibTorch: the variance that is kept divides by the count less one.
+// As in LibTorch, the variance that is kept divides by the count less one.
 void update(const at::Tensor& running, const at::Tensor& value, double momentum, const at::Tensor& counts) {
   const at::NoGradGuard no_grad;
   const auto next = running * (1 - momentum) + value.detach().to(running.scalar_type()) * momentum;

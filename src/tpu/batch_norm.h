@@ -8,11 +8,11 @@
 
 namespace lockstep::tpu {
 
-// What a call of aten::batch_norm returns, by operators that have gradients; updates its running statistics. counts: 1
+// Computes a call of aten::batch_norm by operators that have gradients, and updates its running statistics. counts: 1
 // for each row of the input that counts, else 0; undefined where all do.
 at::Tensor batch_norm(const ops::OperatorCall& call, const at::Tensor& counts);
 
-// Of x, [batch, channels, ...].
+// The dimensions but channels of x [batch, channels, ...]; and a value a channel, shaped to broadcast along x.
 std::vector<std::int64_t> all_but_channels(std::int64_t rank);
 at::Tensor along_channels(const at::Tensor& values, const at::Tensor& x);  // values: [channels]
 

@@ -53,7 +53,7 @@ bool Call::has(std::size_t i) const {
   return !argument.isNone() && (!argument.isTensor() || argument.toTensor().defined());
 }
 
-// With those that are called alike.
+// Names the known operators that are called alike.
 void Call::refuse_unknown() const {
   const auto base = [](const std::string& name) {  // "add", of "aten::add.Tensor"
     const auto begin = name.find("::") + 2;
@@ -67,7 +67,7 @@ void Call::refuse_unknown() const {
   throw Error(text("the operator ", name_, place(), " cannot be compiled for a TPU", near));
 }
 
-// Where in the step it is.
+// The place of the operator in the step.
 std::string Call::place() const {
   const auto& before = trace_.operators_;
   return before.empty() ? "" : text(" (operator ", before.size() + 1, " of the step, after ", before.back(), ")");
@@ -90,7 +90,7 @@ void Call::refuse(const std::string& why) const {
   throw Error(text("the operator ", name_, place(), " cannot be compiled for a TPU: ", why));
 }
 
-// A number that LibTorch keeps as a tensor becomes a constant; what is larger would be one by mistake.
+// A number that LibTorch keeps as a tensor becomes a constant; a larger tensor would be a constant by mistake.
 Value Call::value_in(const at::Tensor& tensor) {
   if (is_traced(tensor)) return value_of(tensor);
   if (tensor.dim() > 0)
@@ -115,7 +115,7 @@ std::vector<Value> Call::values(std::size_t i) {
   return all;
 }
 
-// As LibTorch converts numbers: towards zero.
+// Converts numbers as LibTorch does: towards zero.
 Value Call::number(std::size_t i, const Shape& shape) {
   const auto number = scalar(i);
   if (pjrt::is_floating(shape.dtype) || shape.dtype == DType::boolean)
@@ -166,8 +166,8 @@ void Call::returns_none(std::size_t i) {
   results_.insert(results_.begin() + static_cast<std::ptrdiff_t>(i), std::nullopt);
 }
 
-// Operators that functionalization calls give what it wraps; what programs call by themselves, such as at::zeros, gives
-// what they can change in place.
+// Operators that functionalization calls give tensors that it wraps. Those that programs call by themselves, such as
+// at::zeros, give tensors that they can change in place.
 void Call::push_results(const std::string& lowering) {
   trace_.operators_.push_back(lowering);
   const bool is_inside = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Functionalize);

@@ -54,7 +54,7 @@ class Call {
   // Argument i, a number, as each element.
   Value number(std::size_t i, const Shape& shape);
 
-  // Of `i`, a dimension that may count from the end, of a value of that rank.
+  // The dimension `i`, which may count from the end, of a value with `rank` dimensions, counted from the front.
   std::int64_t dimension(std::int64_t i, std::size_t rank) const;
 
   Value random_words(std::int64_t count);  // Trace::random_words
@@ -62,18 +62,18 @@ class Call {
   // Throws Error with the operator's name.
   [[noreturn]] void refuse(const std::string& why) const;
   [[noreturn]] void refuse_arguments(const std::string& why) const;  // InvalidArgument: LibTorch refuses them as well
-  void require(bool holds, const std::string& otherwise) const;      // likewise
+  void require(bool holds, const std::string& otherwise) const;      // InvalidArgument
   void require_equal_dtypes(std::size_t i, std::size_t k) const;     // of two tensors
   std::string place() const;
   [[noreturn]] void refuse_unknown() const;  // an operator without lowering
 
   void returns(std::vector<Value> results);
   void returns(const std::vector<at::Tensor>& results);  // of other operators; undefined ones too
-  // What is wrapped for programs also where functionalization calls.
+  // Wraps the result for programs, also where functionalization calls.
   void returns_wrapped(Value result);
   void returns_none(std::size_t i);  // result i is undefined; the others are given
 
-  // What the operator returns, once lowered by the lowering of that name, onto LibTorch's stack.
+  // Puts the operator's results, from the lowering of that name, onto LibTorch's stack.
   void push_results(const std::string& lowering);
 
  private:
@@ -92,7 +92,7 @@ class Call {
 // How an operator becomes operations of the program.
 using Lowering = std::function<void(Call&)>;
 
-// By the operators' names, "aten::add.Tensor". Each file of lowerings adds its own.
+// Lowerings by operators' names, "aten::add.Tensor". Each file of lowerings adds its own.
 using Lowerings = std::map<std::string, Lowering>;
 const Lowerings& lowerings();
 

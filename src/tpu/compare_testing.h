@@ -26,7 +26,7 @@ inline std::shared_ptr<pjrt::Client> cpu() {
   return client;
 }
 
-// What a program gives for these arguments.
+// Returns the program's results for these arguments.
 inline Tensors run(const std::string& program, const Tensors& arguments, std::size_t count) {
   const auto client = cpu();
   const auto executable = pjrt::Executable::compile(client, program, {});

@@ -13,7 +13,7 @@
 namespace lockstep::tpu {
 namespace {
 
-// Each dimension several times, one after the other.
+// Repeats x along each dimension, one after the other.
 Tensors repeat(Call& call) {
   const auto times = call.integers(1);
   auto x = call.tensor(0);
@@ -35,7 +35,7 @@ at::Tensor places_in_windows(std::int64_t length, std::int64_t size, std::int64_
   return (begins.unsqueeze(1) + at::arange(size, numbers)).reshape({-1});
 }
 
-// Windows in the place of the dimension, their elements behind all others.
+// Windows take the place of the dimension; their elements are a new last dimension.
 Tensors unfold(Call& call) {
   const auto x = call.tensor(0);
   const auto i = call.dimension(call.integer(1), static_cast<std::size_t>(x.dim()));
@@ -111,7 +111,7 @@ Tensors gru_cell_backward(Call& call) {
           biased ? of_hidden.sum(Sizes{0}) : at::Tensor()};
 }
 
-// Of a row without any finite number 0, and not NaN: of attention where a query may see nothing.
+// A row of -inf alone becomes 0, and not NaN: attention of a query that may see nothing.
 Tensors safe_softmax(Call& call) {
   const auto x = call.has(2) ? call.tensor(0).to(call.dtype(2)) : call.tensor(0);
   const auto dimension = call.integer(1);
@@ -150,7 +150,7 @@ at::Tensor by_reduction(const at::Tensor& values, std::int64_t reduction) {
   return reduction == 1 ? values.mean() : reduction == 2 ? values.sum() : values;
 }
 
-// What the gradient of a reduced loss is for each value.
+// The gradient of each value, from that of a reduced loss.
 at::Tensor of_reduced(const at::Tensor& gradient, const at::Tensor& like, std::int64_t reduction) {
   return reduction == 1 ? gradient / static_cast<double>(like.numel()) : gradient;
 }

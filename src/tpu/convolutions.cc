@@ -11,7 +11,7 @@
 namespace lockstep::tpu {
 namespace {
 
-// Of each spatial dimension.
+// A number for each spatial dimension.
 struct Window {
   Sizes stride, low, high, dilation_of_x, dilation_of_weight;
 };
@@ -23,8 +23,8 @@ std::string padding_of(const Window& window) {
   return text("padding = dense<[", pairs, "]> : tensor<", window.low.size(), "x2xi64>");
 }
 
-// The two dimensions of an array that are not spatial: their letters in StableHLO, and whether the second one is behind
-// the spatial ones.
+// The two dimensions of an array that are not spatial: their letters in StableHLO, and whether the second one comes
+// after the spatial ones.
 struct Axes {
   char first, second;
   bool last = false;
@@ -36,7 +36,7 @@ struct Axes {
   }
 };
 
-// Which dimensions of x, the weight and the result are what.
+// The orders of the dimensions of x, the weight and the result.
 struct Order {
   Axes x, weight, result;
 };
@@ -105,7 +105,7 @@ Value forward(Call& call, const Value& x, const Value& weight, const Sizes& size
   return convolve(call, x, weight, {x.shape.dtype, sizes}, window, kForward, options.groups, 1);
 }
 
-// What forward's x gets of its result's gradient; `sizes`: x's.
+// The gradient of forward's x, from that of the result; `sizes`: x's.
 Value gradient_of_x(Call& call, const Value& gradient, const Value& weight, const Sizes& sizes,
                     const ConvolutionOptions& options) {
   const auto rank = options.stride.size();
@@ -120,7 +120,7 @@ Value gradient_of_x(Call& call, const Value& gradient, const Value& weight, cons
   return convolve(call, gradient, kernel, {gradient.shape.dtype, sizes}, window, kForward, options.groups, 1);
 }
 
-// What forward's weight gets; `sizes`: the weight's. Each channel of x is an example, and each example a channel.
+// The gradient of forward's weight; `sizes`: the weight's. Each channel of x is an example, and each example a channel.
 Value gradient_of_channels(Call& call, const Value& gradient, const Value& x, const Sizes& sizes,
                            const ConvolutionOptions& options) {
   const auto rank = options.stride.size();
@@ -135,7 +135,7 @@ Value gradient_of_channels(Call& call, const Value& gradient, const Value& x, co
   return convolve(call, x, gradient, {gradient.shape.dtype, result}, window, kOrder, 1, options.groups);
 }
 
-// x with zeros behind it in `dimension`, up to `size`; the compiler does not undo it.
+// x with zeros after it in `dimension`, up to `size`; the compiler does not take the zeros away.
 Value filled_up(Call& call, const Value& x, std::size_t dimension, std::int64_t size) {
   const Sizes none(x.shape.sizes.size(), 0);
   auto high = none;
@@ -144,9 +144,9 @@ Value filled_up(Call& call, const Value& x, std::size_t dimension, std::int64_t 
   return call.program().add("stablehlo.optimization_barrier", {filled}, filled.shape);
 }
 
-// As gradient_of_channels. libtpu 0.0.51 compiles such a convolution of float32 with fewer than 8 channels slowly: one
-// of 1 and 32 channels takes 31 s, and the step of README's network did not end in 3 minutes; with 8 and 32 it is 3 s.
-// A TPU fills channels up to 8 anyway, so they are filled up here.
+// Calls gradient_of_channels, with at least 8 channels. libtpu 0.0.51 compiles this convolution of float32 slowly with
+// fewer: 31 s for 1 and 32 channels, 3 s for 8 and 32. The step of README's network did not end in 3 minutes. A TPU
+// fills channels up to 8 anyway.
 Value gradient_of_weight(Call& call, const Value& gradient, const Value& x, const Sizes& sizes,
                          const ConvolutionOptions& options) {
   constexpr std::int64_t kChannels = 8;
@@ -167,7 +167,7 @@ Value with_bias(Call& call, const Value& y, std::size_t place) {
   return call.program().binary("stablehlo.add", y, bias);
 }
 
-// A transposed convolution is what forward's x gets; its weight is [in, out / groups, ...].
+// A transposed convolution is the gradient of forward's x; its weight is [in, out / groups, ...].
 void convolution(Call& call) {
   const auto x = call.value(0), weight = call.value(1);
   const auto rank = x.shape.sizes.size() - 2;
@@ -187,7 +187,7 @@ void convolution(Call& call) {
   call.returns({with_bias(call, gradient_of_x(call, x, weight, sizes, options), 2)});
 }
 
-// Of x, the weight and the bias, where the mask in place 10 asks for them.
+// Gradients of x, the weight and the bias, where the mask in place 10 asks for them.
 void convolution_backward(Call& call) {
   const auto gradient = call.value(0), x = call.value(1), weight = call.value(2);
   const auto options = options_in(call, 4, x.shape.sizes.size() - 2);

@@ -55,7 +55,7 @@ std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const 
   }
 }
 
-// What each process says, by rank.
+// Returns the text of each process, by rank.
 std::vector<std::string> exchange(const ops::ProgramProcesses& processes, Deadline deadline, const std::string& what,
                                   const std::string& mine) {
   std::vector<std::string> keys;
@@ -64,7 +64,7 @@ std::vector<std::string> exchange(const ops::ProgramProcesses& processes, Deadli
   return processes.store.get(keys, deadline);
 }
 
-// Those of all processes, in the order of the processes' ranks, which the plugin may number otherwise.
+// The devices of all processes, in the order of the processes' ranks, which the plugin may number otherwise.
 std::vector<pjrt::Device> in_order_of_ranks(const pjrt::Client& client, const ops::ProgramProcesses& processes,
                                             Deadline deadline) {
   const auto all = client.devices_of_all_processes();
@@ -84,7 +84,7 @@ std::vector<pjrt::Device> in_order_of_ranks(const pjrt::Client& client, const op
                          "finds the other hosts by TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, or by the VM's metadata"));
 }
 
-// With a process alone, those of a TPU of several hosts are not its own.
+// A process alone does not own all devices of a TPU of several hosts.
 void check_alone(const pjrt::Client& client) {
   const auto here = client.devices().size(), all = client.devices_of_all_processes().size();
   if (here == all) return;
@@ -129,7 +129,7 @@ Replicas open(const ops::ProgramDevicesOptions& options) {
 
 constexpr std::size_t kKeptPrograms = 32;
 
-// What a program needs of a device; 0 where the plugin does not tell.
+// The bytes that a program needs on a device; 0 where the plugin does not tell.
 std::int64_t bytes_of(const pjrt::Program& program) {
   try {
     return program.memory().total();
@@ -176,7 +176,7 @@ std::string Devices::describe() const {
               compiler_flags());
 }
 
-// In their order, in which a program gets its arguments.
+// Compares devices in their order, in which a program gets its arguments.
 bool Devices::has_our_devices(const pjrt::Executable& executable) const {
   const auto& theirs = executable.devices();
   const auto& ours = replicas_.devices;
@@ -184,8 +184,8 @@ bool Devices::has_our_devices(const pjrt::Executable& executable) const {
                     [](const auto& a, const auto& b) { return a.id == b.id; });
 }
 
-// XLA's products by XNNPACK wait on a thread of the CPU client's pool for others of it: where replicas wait for each
-// other on these as well, none may be left.
+// XLA's products by XNNPACK wait on a thread of the CPU client's pool for other threads of the pool. Replicas wait for
+// each other on these threads as well, so none may be left.
 std::vector<std::pair<std::string, bool>> Devices::switches() const {
   if (replicas_.client->platform() != "cpu" || all_replicas() == 1) return {};
   return {{"xla_cpu_use_xnnpack", false}};

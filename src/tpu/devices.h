@@ -16,9 +16,9 @@ namespace lockstep::tpu {
 
 class Devices final : public ops::ProgramDevices {
  public:
-  // Throws DeviceError where there is no plugin, or it cannot use its devices, or knows of others than the processes
-  // have; InvalidArgument where it has fewer than there are to be replicas, or processes would have none; and
-  // DeadlineExceeded naming processes that have not come.
+  // Throws DeviceError where there is no plugin, where it cannot use its devices, and where it knows of others than the
+  // processes have. Throws InvalidArgument for more replicas than devices, and where processes would have none. Throws
+  // DeadlineExceeded, which names processes that have not come.
   explicit Devices(const ops::ProgramDevicesOptions& options);
 
   int replicas() const override { return static_cast<int>(replicas_.devices.size()); }

@@ -27,8 +27,8 @@ std::vector<Sizes> elements_of(const Sizes& window) {
   return elements;
 }
 
-// x [batch, channels, ...] as [batch, ..., a window's elements x channels, 1]: what each window has, and a 1 behind it.
-// outputs: the sizes of the result's spatial dimensions.
+// x [batch, channels, ...] as [batch, ..., a window's elements x channels, 1]: the elements of each window, and a 1
+// after them. outputs: the sizes of the result's spatial dimensions.
 Value columns_of(Call& call, const Value& x, const Sizes& outputs, const Sizes& window,
                  const ConvolutionOptions& options) {
   auto& program = call.program();

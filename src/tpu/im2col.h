@@ -18,8 +18,8 @@ struct ConvolutionOptions {
 // The permutation that makes [batch, ..., channels] of [batch, channels, ...] with as many spatial dimensions.
 Sizes channels_last(std::size_t spatial);
 
-// Whether a product is the fastest way: on CPUs where a window has at most 64 elements, of at most 25 places, so that
-// what it copies is at most 25 times x.
+// True where a product is the fastest way: on CPUs where a window has at most 64 elements, of at most 25 places. So the
+// product copies at most 25 times x.
 bool is_fast_by_im2col(Call& call, const Sizes& weight, const ConvolutionOptions& options);
 
 // x * weight + bias, of sizes `sizes`. There is no bias where its name is empty.

@@ -65,7 +65,7 @@ void gather(Call& call) {
            ">, slice_sizes = ", pjrt::array_of(Sizes(rank, 1)), ", indices_are_sorted = false"))});
 }
 
-// Which replaces what was there.
+// The reducer that replaces the old value.
 std::string replacement(DType dtype) {
   const auto scalar = pjrt::type_of({dtype, {}});
   return text("({\n  ^bb0(%before: ", scalar, ", %after: ", scalar, "):\n    \"stablehlo.return\"(%after) : (", scalar,
@@ -148,8 +148,8 @@ void index_add(Call& call) {
       pjrt::reducer("stablehlo.add", x.shape.dtype))});
 }
 
-// Of index and index_put: x with the indexed dimensions in front, as one, and where in it each element of the broadcast
-// indices points.
+// For index and index_put: x with the indexed dimensions in front, as one, and the row to which each element of the
+// broadcast indices points.
 struct Indexed {
   at::Tensor rows;            // [product of the indexed sizes, product of the others]
   at::Tensor places;          // [elements of the indices]

@@ -1,4 +1,4 @@
-// As lowerings_test.cc, of the operators that layers and losses use, and random numbers.
+// Tests lowerings of the operators that layers and losses use, and random numbers, as lowerings_test.cc does.
 #include <cmath>
 
 #include "tpu/lowerings_testing.h"
@@ -72,7 +72,7 @@ TEST_F(EachLowering, Pooling) {
           return at::max_pool2d(x[0], {k, k}, {s, s}, {p, p}, {d, d}, c);
         },
         {numbers({2, 3, 8, 9}).round()});  // with ties
-  // As for TPUs, whose units for windows XLA has on CPUs too.
+  // Lowered as for TPUs: XLA has the operators of their units for windows on CPUs too.
   for (const auto& [kernel, stride, padding, ceil] :
        std::vector<std::tuple<int, int, int, bool>>{{2, 2, 0, false}, {3, 2, 1, true}})
     expect_same(

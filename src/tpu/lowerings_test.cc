@@ -25,7 +25,7 @@ class AllWereCompared final : public testing::Environment {
         others += " " + name;
     }
     EXPECT_EQ(count, 251);
-    // What LibTorch calls inside some of its operators alone: views that change nothing, and memory that is filled
+    // LibTorch calls these only inside some of its operators: views that change nothing, and memory that is filled
     // later.
     EXPECT_EQ(others,
               " aten::_reshape_alias aten::_reshape_alias_copy aten::alias aten::alias_copy aten::empty_strided "

@@ -1,4 +1,4 @@
-// What tests of lowerings share.
+// Helpers that tests of lowerings share.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ using Two = std::function<at::Tensor(const at::Tensor&, const at::Tensor&)>;
 
 inline std::set<std::string> compared;  // lowerings, by name
 
-// Of each dimension an index, or none for all of it.
+// An index for each dimension, or none for all of the dimension.
 inline c10::List<std::optional<at::Tensor>> indices(std::initializer_list<at::Tensor> given) {
   c10::List<std::optional<at::Tensor>> list;
   for (const auto& tensor : given) list.push_back(tensor.defined() ? std::optional(tensor) : std::nullopt);
@@ -51,7 +51,7 @@ class EachLowering : public testing::Test {
     }
   }
 
-  // Whose sizes are broadcast.
+  // Functions of two tensors whose sizes are broadcast.
   void of_two(const std::vector<Two>& functions) {
     for (const auto& function : functions) {
       for (int round = 0; round < 3; ++round) {

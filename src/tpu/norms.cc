@@ -104,7 +104,7 @@ Tensors group_norm_backward(Call& call) {
   return gradients;
 }
 
-// That other operators are made of, such as instance_norm; what modules call is replaced before (batch_norm.h).
+// Other operators are made of this one, such as instance_norm. Calls of modules are replaced before (batch_norm.h).
 Tensors native_batch_norm(Call& call) {
   if (call.has(3) && call.flag(5))
     call.refuse("another operator calls it, and its running statistics would not be updated; call batch_norm itself");

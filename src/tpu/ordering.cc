@@ -11,7 +11,7 @@
 namespace lockstep::tpu {
 namespace {
 
-// Whether %a comes before %b, which are of `dtype`. NaN is the largest number, as in LibTorch.
+// True where %a comes before %b, both of `dtype`. NaN is the largest number, as in LibTorch.
 std::string comparison(DType dtype, bool descending) {
   const auto scalar = pjrt::type_of({dtype, {}}), index = pjrt::type_of({DType::int64, {}}),
              flag = pjrt::type_of({DType::boolean, {}});
@@ -68,7 +68,7 @@ void top_k(Call& call) {
   call.returns(results);
 }
 
-// In as many steps as a sum of powers of two needs: each adds what lies 1, 2, 4, ... before.
+// Takes a step for each power of two below the size: each adds the elements 1, 2, 4, ... places before.
 void cumulate(Call& call, std::string_view operation, double neutral) {
   auto& program = call.program();
   auto x = call.value(0);
@@ -115,7 +115,7 @@ void linear_sequence(Call& call) {
                       {ops::dtype_of(call.has(3) ? call.dtype(3) : at::kFloat), {count}});
 }
 
-// Whether each element's column is at most (at least) its row's number plus the diagonal's.
+// True where an element's column is at most (at least) the number of its row plus the diagonal's.
 Value on_side(Call& call, const Sizes& sizes, std::int64_t diagonal, bool lower) {
   auto& program = call.program();
   const Shape places{DType::int64, sizes};
@@ -151,7 +151,7 @@ void flip(Call& call) {
 void pad(Call& call) {
   const auto x = call.value(0);
   const auto rank = x.shape.sizes.size();
-  const auto by = call.integers(1);  // of the last dimension before and behind, then of the one before it
+  const auto by = call.integers(1);  // [before, after] in the last dimension, then in the one before, ...
   Sizes low(rank), high(rank);
   for (std::size_t i = 0; i + 1 < by.size(); i += 2) {
     low[rank - 1 - i / 2] = by[i];

@@ -13,7 +13,7 @@ namespace {
 
 using pjrt::is_floating;
 
-// Of integers, what LibTorch computes with in functions such as exp: its default dtype.
+// The dtype of functions such as exp: for integers, LibTorch's default dtype.
 DType floating(DType dtype) {
   return is_floating(dtype) ? dtype : ops::dtype_of(at::typeMetaToScalarType(at::get_default_dtype()));
 }
@@ -67,7 +67,7 @@ Lowering unary_of_any(const char* operation) {
   return [operation](Call& call) { call.returns({call.program().unary(operation, call.value(0))}); };
 }
 
-// Of integers x itself, which is rounded already.
+// Rounds x; integers are left as they are.
 Lowering rounding(const char* operation) {
   return [operation](Call& call) {
     const auto x = call.value(0);
@@ -80,7 +80,7 @@ void absolute(Call& call) {
   call.returns({x.shape.dtype == DType::uint8 ? x : call.program().unary("stablehlo.abs", x)});
 }
 
-// 0 of what is not a number.
+// The sign; that of NaN is 0.
 void sign(Call& call) {
   const auto x = call.value(0);
   const auto signs = call.program().unary("stablehlo.sign", x);
@@ -215,7 +215,7 @@ void silu_backward(Call& call) {
   call.returns({times(call, gradient, times(call, y, slope))});
 }
 
-// Between numbers in places 1 and 2, of which one may be None.
+// Keeps x between the numbers in places 1 and 2, of which one may be None.
 void clamp(Call& call) {
   std::vector<std::size_t> places{0};
   for (const std::size_t place : {1, 2})

@@ -90,7 +90,7 @@ Pool max_pool_in(Call& call, std::size_t i) {
           call.flag(i + 4)};
 }
 
-// Whether windows lie side by side, so that x can be reshaped into them: which compilers make one loop of.
+// True where windows lie side by side, so that x can be reshaped into them. Compilers make one loop of that.
 bool is_tiling(const Pool& pool) {
   return pool.stride == pool.kernel && pool.padding == Sizes{0, 0} && pool.dilation == Sizes{1, 1} && !pool.ceil;
 }
@@ -105,7 +105,7 @@ struct Tiles {
   std::size_t split_row() const { return row; }
   std::size_t split_column() const { return column + 1; }
 
-  // Of `outputs` in `split`.
+  // The dimensions of `outputs` in `split`.
   Sizes windows() const {
     Sizes dimensions;
     for (std::size_t i = 0; i < outputs.size(); ++i)
@@ -129,7 +129,7 @@ Tiles tiles_of(const Pool& pool, const Sizes& sizes, std::size_t row, std::size_
   return tiles;
 }
 
-// As they lie in memory, where that has rows before columns.
+// Returns x in its order in memory where rows come before columns there, else in its logical order.
 pjrt::ProgramText::Order order_for_tiles(Call& call, const Value& x) {
   const auto order = call.program().order_of(x);
   const auto rank = x.shape.sizes.size();
@@ -210,7 +210,7 @@ void max_pool_of_tiles_backward(Call& call, const Value& gradient, const Value& 
       tiles.whole == x.shape.sizes ? whole : program.pad(whole, 0, Sizes(rank), high, Sizes(rank)), order)});
 }
 
-// What TPUs have units for. Not for windows with dilation.
+// True where TPUs have units for the windows: not with dilation.
 bool has_windows(Call& call, const Pool& pool) { return !call.is_for_cpu() && pool.dilation == Sizes{1, 1}; }
 
 std::string window_of(const Pool& pool, const Slices& slices, std::size_t rank) {
@@ -230,7 +230,7 @@ Value max_of_windows(Call& call, const Value& x, const Pool& pool, const Slices&
                      window_of(pool, slices, sizes.size()), pjrt::reducer("stablehlo.maximum", x.shape.dtype));
 }
 
-// Of several largest elements the first one gets the gradient.
+// The first of several largest elements gets the gradient.
 Value gradient_of_windows(Call& call, const Value& gradient, const Value& x, const Pool& pool, const Slices& slices) {
   const auto scalar = pjrt::type_of({x.shape.dtype, {}}), flag = pjrt::type_of({DType::boolean, {}});
   const auto select =
@@ -244,7 +244,7 @@ Value gradient_of_windows(Call& call, const Value& gradient, const Value& x, con
                      window_of(pool, slices, x.shape.sizes.size()), select + add);
 }
 
-// And where the largest elements are: row * columns + column of x.
+// Also returns where the largest elements are: row * columns + column of x.
 void max_pool(Call& call) {
   auto& program = call.program();
   const auto x = call.value(0);

@@ -5,7 +5,7 @@
 namespace lockstep::tpu {
 namespace {
 
-// Of arguments i and i + 1, over a dimension of each, for each index of the batch dimensions.
+// The product of arguments i and i + 1, over a dimension of each, for each index of the batch dimensions.
 Value product(Call& call, std::size_t i, std::int64_t dimension, std::int64_t other, const Sizes& batch = {}) {
   call.require_equal_dtypes(i, i + 1);
   const auto a = call.value(i), b = call.value(i + 1);

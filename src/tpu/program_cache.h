@@ -11,13 +11,13 @@
 
 namespace lockstep::tpu {
 
-// What decides what a compiler makes.
+// All that decides the compiler's result.
 struct ProgramKey {
   std::string text;
   pjrt::CompileOptions options;
 };
 
-// Those that the compilers of plugins take from the environment, in lines.
+// The flags that the compilers of plugins take from the environment, in lines.
 std::string compiler_flags();
 
 // One thread at a time; processes of one user may share a folder. Each file has the whole key, which is compared.
@@ -30,7 +30,7 @@ class ProgramCache {
   // damaged, of another key, of another user, or that the plugin does not take, gives a warning, and nothing.
   std::optional<pjrt::Executable> find(const ProgramKey& key) const;
 
-  // A warning says where it cannot be stored.
+  // Warns where the program cannot be stored.
   void store(const ProgramKey& key, const pjrt::Executable& executable) const;
 
  private:

@@ -10,7 +10,7 @@
 namespace lockstep::tpu {
 namespace {
 
-// Where `keep` is true, as dimensions of size 1.
+// Puts reduced dimensions back with size 1 where `keep` is true.
 Value keep_dimensions(Call& call, const Value& reduced, const Sizes& sizes, const Sizes& dimensions, bool keep) {
   if (!keep) return reduced;
   auto kept = sizes;
@@ -84,7 +84,7 @@ void mean_dimensions(Call& call) {
   mean(call, x, dimensions_in(call, 1, x.shape.sizes.size()), call.flag(2));
 }
 
-// From what `begin` gives for x's dtype on.
+// Reduces from the value that `begin` gives for x's dtype.
 using Begin = Value (pjrt::ProgramText::*)(const Shape&);
 Lowering extremum(const char* operation, Begin begin) {
   return [=](Call& call) {
@@ -226,7 +226,7 @@ void log_softmax_backward(Call& call) {
   call.returns({program.convert(program.binary("stablehlo.subtract", of.gradient, share), of.dtype)});
 }
 
-// Which class dimension scores of these sizes have: [batch, classes, ...], or [classes].
+// The class dimension of scores of this shape: [batch, classes, ...], or [classes].
 std::int64_t classes_of(const Shape& shape) { return shape.sizes.size() == 1 ? 0 : 1; }
 
 // Where each example's class is, but where that is `ignored`; for targets [batch, ...].
@@ -239,7 +239,7 @@ Value at_class(Call& call, const Value& target, const Shape& shape, std::int64_t
   return program.binary("stablehlo.and", is_class, counts);
 }
 
-// `values` there, else 0, whatever the others are.
+// Returns `values` where the condition holds, else 0, whatever the other values are.
 Value only_where(Call& call, const Value& condition, const Value& values) {
   return call.program().select(condition, values, call.program().constant(0, values.shape));
 }

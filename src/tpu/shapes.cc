@@ -175,7 +175,7 @@ void squeeze(Call& call) {
   call.returns({call.program().reshape(x, sizes)});
 }
 
-// To another dtype. LibTorch leaves it to this operator to give what programs may change in place.
+// Converts to another dtype. LibTorch leaves it to this operator to give a tensor that programs may change in place.
 void to_copy(Call& call) {
   if (call.has(3) && call.argument(3).toDevice().type() != device().type())
     call.refuse("what is computed while a step is traced has no value yet; make it an output of the program");
@@ -183,7 +183,7 @@ void to_copy(Call& call) {
   call.returns_wrapped(call.has(1) ? call.program().convert(x, ops::dtype_of(call.dtype(1))) : x);
 }
 
-// What is copied into `x`, with its dtype and sizes.
+// Returns the tensor that is copied into `x`, with x's dtype and sizes.
 void copy(Call& call) {
   const auto x = call.value(0);
   const auto from = call.program().convert(call.array(1), x.shape.dtype);
@@ -215,7 +215,7 @@ void full(Call& call) {
   call.returns({call.number(1, {ops::dtype_of(type), call.integers(0)})});
 }
 
-// Of the sizes in place 1, and x's dtype where the argument names none.
+// A new tensor of the sizes in place 1, and of x's dtype where the argument names none.
 Lowering filled_as(double with, std::size_t dtype) {
   return [=](Call& call) {
     const auto type = call.has(dtype) ? ops::dtype_of(call.dtype(dtype)) : call.value(0).shape.dtype;

@@ -21,7 +21,7 @@ using Used = std::vector<std::shared_ptr<const Variable::Values>>;
 // How long the other devices of a run may take to end when one has failed.
 constexpr std::chrono::seconds kAfterFailure(10);
 
-// What `act` returns; errors say which step it was.
+// Returns act(), whose errors then name the step.
 template <class Act>
 auto naming_step(const std::string& name, const Act& act) {
   try {
@@ -44,8 +44,8 @@ class Launched final : public ops::LaunchedProgram {
         used_(std::move(used)),
         changed_(std::move(changed)) {}
 
-  // To free what a run uses and makes would wait for its end, without a deadline: so, where it has not ended, it is
-  // kept for the rest of the process.
+  // To free buffers of a run would wait for the end of the run, without a deadline. So buffers of a run that has not
+  // ended are kept for the rest of the process.
   ~Launched() override {
     if (has_ended_ || std::all_of(ends_.begin(), ends_.end(), [](const auto& end) { return end.has_ended(); })) return;
     new std::pair<Buffers, Used>(std::move(results_), std::move(used_));
@@ -82,7 +82,7 @@ class Launched final : public ops::LaunchedProgram {
   bool has_ended_ = false;  // as far as `results` has seen
 };
 
-// Of one step a scalar, or, of an array, one element.
+// For one step a scalar; else an array with an element a step.
 at::Tensor as_argument(const std::vector<double>& numbers, at::ScalarType dtype) {
   const auto all = at::tensor(numbers, dtype);
   return numbers.size() == 1 ? all.reshape({}) : all;
@@ -109,7 +109,7 @@ std::vector<std::int64_t> numbered(const std::vector<bool>& updates) {
   return numbers;
 }
 
-// Of the `count`-th launch, of the program with this hash; not 0, which is none.
+// A number for the `count`-th launch of the program with this hash; never 0, which stands for none.
 int number_of(std::uint64_t hash, int count) {
   return static_cast<int>(mix(hash, static_cast<std::uint64_t>(count)) >> 34) + 1;
 }

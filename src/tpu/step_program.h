@@ -29,7 +29,7 @@ class StepProgram final : public ops::CompiledProgram {
   std::unique_ptr<ops::LaunchedProgram> launch(Launch launch) override;
 
  private:
-  // What changes from launch to launch for replica `replica`, beside its inputs, by argument.
+  // The arguments of replica `replica`, beside its inputs, that change from launch to launch.
   std::vector<std::pair<int, pjrt::Buffer>> numbers(const Launch& launch, std::size_t replica) const;
   std::unique_ptr<ops::LaunchedProgram> run(const std::vector<std::vector<const pjrt::Buffer*>>& arguments,
                                             std::vector<std::shared_ptr<const Variable::Values>> used_values);

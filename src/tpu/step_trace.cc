@@ -17,7 +17,7 @@
 namespace lockstep::tpu {
 namespace {
 
-// Operators that make tensors of nothing but sizes, on the device that is named: the host's where none is. In a step
+// True for operators that make tensors of sizes alone, on the device that is named: the host's where none is. In a step
 // they mean the step's device, as in a program for a GPU that names it everywhere. Not those whose memory the host
 // fills.
 bool makes_tensors(const ops::OperatorCall& call) {
@@ -188,7 +188,7 @@ bool TracedStep::replace_host_tensors(const ops::OperatorCall& call) {
   return replaced;
 }
 
-// What LibTorch would compute over all examples of a batch, whether they count or not.
+// Replaces operators that LibTorch would compute over all examples of a batch, whether they count or not.
 bool TracedStep::compose(const ops::OperatorCall& call) {
   if (call.name() != "aten::batch_norm" || call.tensor(0).device() != device()) return false;
   call.finish(batch_norm(call, row_counts(call.tensor(0).size(0))));

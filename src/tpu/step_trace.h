@@ -35,10 +35,10 @@ struct StepLayout {
   std::vector<std::function<void()>> after_update;
 };
 
-// As VariableTable::find.
+// VariableTable::find.
 using FindVariable = std::function<std::shared_ptr<Variable>(const at::Tensor& host)>;
 
-// As ops::StepTrace. Lives while a step's function is called, in that thread.
+// The ops::StepTrace. It lives while a step's function is called, in that thread.
 class TracedStep final : public ops::StepTrace {
  public:
   TracedStep(int replicas, Trace::Target target, FindVariable find);

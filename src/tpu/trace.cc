@@ -30,7 +30,7 @@ std::atomic<std::thread::id> tracing_thread;  // none: no Trace lives
 Trace* current = nullptr;                     // that lives, for its thread and autograd's
 std::atomic<std::int64_t> traces = 0;
 
-// Whether a Trace was ever made: until then a process has no such device.
+// True once a Trace was made: until then a process has no such device.
 std::atomic<bool> is_used = false;
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -61,7 +61,7 @@ std::atomic<const c10::impl::DeviceGuardImplInterface*>& registered_guard() {
   return c10::impl::device_guard_impl_registry[static_cast<std::size_t>(kType)];
 }
 
-// Null where another library was before.
+// Null where another library has registered before.
 const Guard* const guard = [] {
   static Guard ours;
   if (registered_guard().load() != nullptr) return static_cast<Guard*>(nullptr);
@@ -69,14 +69,14 @@ const Guard* const guard = [] {
   return &ours;
 }();
 
-// Operators of LibTorch that it makes of others, such as rot90, change by these how a tensor of theirs is seen.
-// LibTorch's own would change the tensor's sizes and leave its value as it was.
+// Composed operators of LibTorch, such as rot90, call these to change how their tensors are seen. LibTorch's own would
+// change a tensor's sizes and leave its value as it was.
 constexpr const char* kViewsInPlace[] = {"aten::t_",           "aten::transpose_",    "aten::squeeze_",
                                          "aten::squeeze_.dim", "aten::squeeze_.dims", "aten::unsqueeze_",
                                          "aten::as_strided_"};
 
-// The operator's own. Inside functionalization LibTorch's composed operators call others in place, and with an argument
-// `out`: then that of the operator which does neither; the arguments are the same.
+// Finds the operator's own lowering. Inside functionalization LibTorch's composed operators call others in place, and
+// with an argument `out`. Their lowering is that of the operator without either; the arguments are the same.
 const Lowerings::value_type* lowering_of(const std::string& name) {
   const auto find = [](const std::string& other) {
     const auto found = lowerings().find(other);
@@ -110,8 +110,8 @@ void record(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   call.push_results(lowering->first);
 }
 
-// Once. An operator without a lowering that LibTorch makes of others needs none; each that has one is registered by
-// itself, since LibTorch would prefer its own composition to a fallback.
+// Acts once. An operator that LibTorch makes of others may have no lowering. Each that has one is registered by itself,
+// since LibTorch would prefer its own composition to a fallback.
 void register_device() {
   static const bool registered = [] {
     is_used = true;
@@ -138,7 +138,7 @@ void register_device() {
   (void)registered;
 }
 
-// Whether autograd, which starts its threads with the process's first backward, has one for the device.
+// True where autograd, which starts its threads with the process's first backward, has one for the device.
 bool has_backward() {
   try {
     const at::AutoGradMode with_gradients(true);

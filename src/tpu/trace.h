@@ -14,17 +14,17 @@
 
 namespace lockstep::tpu {
 
-// While it lives, operators on tensors that it has made, and on those made of them, are recorded: of its thread, and of
-// the thread on which autograd computes gradients while it waits. In-place operators and views do what they always do:
-// LibTorch's functionalization turns them into others. It ends on its thread. One lives at a time in the process.
+// While a Trace lives, operators on its tensors, and on those made of them, are recorded: of its thread, and of
+// autograd's while its thread waits for gradients. In-place operators and views work as always: LibTorch's
+// functionalization turns them into others. A Trace ends on its thread. One lives at a time in the process.
 class Trace {
  public:
-  // What the program is for: operators may have another lowering for CPUs, where XLA has other strengths.
+  // The device of the program: operators may have another lowering for CPUs, where XLA has other strengths.
   enum class Target { cpu, others };
 
-  // The process's first one must be made before its first backward, with which autograd begins its threads. Throws
-  // DeviceError where that was not so, or another library has taken LibTorch's device type PrivateUse1; Error where a
-  // Trace lives.
+  // The process's first Trace must be made before the first backward, with which autograd begins its threads. Throws
+  // DeviceError where it was not, or another library has taken LibTorch's device type PrivateUse1; Error where a Trace
+  // lives.
   explicit Trace(Target target = Target::cpu);
   ~Trace();
   Trace(const Trace&) = delete;
@@ -33,7 +33,7 @@ class Trace {
   // The next argument of the program.
   at::Tensor argument(at::IntArrayRef sizes, at::ScalarType dtype);
 
-  // Over all replicas: by "stablehlo.add", "stablehlo.maximum", ...; and one after the other along `axis`.
+  // Reduce over all replicas by "stablehlo.add", "stablehlo.maximum", ...; and gather values of all along `axis`.
   std::vector<at::Tensor> all_reduce(std::string_view operation, const std::vector<at::Tensor>& values, int replicas);
   at::Tensor all_gather(const at::Tensor& value, std::int64_t axis, int replicas);
 
@@ -68,7 +68,7 @@ class Trace {
 // The device of traced tensors.
 at::Device device();
 
-// Of the Trace that lives, among all of the process.
+// The number of the Trace that lives, among all of the process.
 std::int64_t number_of_trace();
 
 }  // namespace lockstep::tpu

@@ -102,7 +102,7 @@ TEST_F(Operators, Indexing) {
   expect_same([](const Tensors& x) { return x[0].masked_fill(x[0] > 0, 7) * x[0]; }, {numbers({3, 5})});
 }
 
-// What is changed in place is seen through all views.
+// A change in place is seen through all views.
 TEST_F(Operators, InPlaceAndViews) {
   expect_same(
       [](const Tensors& x) {

@@ -7,10 +7,10 @@
 
 namespace lockstep::tpu {
 
-// As operators' kernels get and return it: without what LibTorch's functionalization wraps around it.
+// Returns the tensor that operators' kernels get and return, without the wrapper of LibTorch's functionalization.
 at::Tensor traced(pjrt::Value value);
 
-// The same as programs get it.
+// Returns the tensor that programs get, in that wrapper.
 at::Tensor wrapped(pjrt::Value value);
 
 // Throws InvalidArgument where `tensor` is none of the two, or of a Trace that has ended.

@@ -48,7 +48,7 @@ std::shared_ptr<const Variable::Values> Variable::give(Values values) {
   return values_;
 }
 
-// Where the host's were written to in the meantime, those count. All are read before the first is written.
+// The host's values count where they were written to in the meantime. All are read before the first is written.
 void Variable::fetch(const std::vector<std::shared_ptr<Variable>>& variables, Deadline deadline) {
   std::vector<Variable*> equal;
   for (const auto& variable : variables)

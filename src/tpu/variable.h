@@ -29,15 +29,15 @@ class Variable final : public ops::DeviceVariable, public std::enable_shared_fro
 
   const std::vector<at::Tensor>& host() const { return host_; }
 
-  // Those of all replicas, after what was written into the host's tensors was copied. Throws DeviceError where they are
-  // lost. To free them waits for the end of a run that uses or makes them.
+  // The values of all replicas, after copying those that were written into the host's tensors. Throws DeviceError where
+  // values are lost. To free values waits for the end of a run that uses or makes them.
   std::shared_ptr<const Values> values();
 
   // A program's run takes the values, which are lost, and gives others, which it returns.
   void lose();
   std::shared_ptr<const Values> give(Values values);
 
-  // Of all together, since what is written to one of the host's tensors counts as written to all views of its memory.
+  // Fetches all together, since a write to one of the host's tensors counts as a write to all views of its memory.
   static void fetch(const std::vector<std::shared_ptr<Variable>>& variables, Deadline deadline);
 
  private:

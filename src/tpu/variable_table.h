@@ -14,7 +14,7 @@ class VariableTable {
  public:
   std::unique_ptr<ops::DeviceVariables> add(const Replicas& replicas, std::vector<std::vector<at::Tensor>> hosts);
 
-  // Of the variable that belongs to a tensor of the host; null: none does.
+  // The variable that belongs to a tensor of the host; null: none does.
   std::shared_ptr<Variable> find(const at::Tensor& host) const;
 
  private:

@@ -1,4 +1,4 @@
-// What a process of the job may send to a parameter server or to the chief: a request, and bulk data behind it.
+// Sends what a process of the job may send to a parameter server or to the chief: a request, and bulk data after it.
 #include <fuzzer/FuzzedDataProvider.h>
 #include <unistd.h>
 

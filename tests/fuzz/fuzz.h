@@ -1,5 +1,5 @@
-// One fuzzer a program: fuzz() is called with bytes of libFuzzer's finding. What is wrong with them is an Error;
-// anything else that is thrown, and whatever a sanitizer sees, is a finding.
+// One fuzzer a program: fuzz() is called with bytes of libFuzzer's finding. Bad bytes must throw an Error; any other
+// exception, and each report of a sanitizer, is a finding.
 #pragma once
 
 #include <cstddef>

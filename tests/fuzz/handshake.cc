@@ -1,4 +1,4 @@
-// What strangers may send to a port of ours: to the handshake at either end, and behind it to the store.
+// Sends what strangers may send to a port of ours: to the handshake at either end, and then to the store.
 #include <sys/socket.h>
 
 #include "cluster/store_server.h"

@@ -1,5 +1,5 @@
-// What the ranks of a Group see when one of them is killed or stopped, at every phase of an operation: processes, on
-// every backend.
+// Tests what ranks of a Group, which are processes, see when one is killed or stopped at every phase of an operation,
+// on every backend.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -142,7 +142,7 @@ TEST_P(Faults, AbortOnOneRankEndsAll) {
   }
 }
 
-// Random operations, and a random fault at a random place of a random call: every rank ends, and every survivor of a
+// Random operations, and a random fault at a random place of a random call. Every rank ends, and every survivor of a
 // fault that others can see says who is to blame. LOCKSTEP_FAULT_ROUNDS sets how many rounds, LOCKSTEP_FAULT_SEED the
 // first seed.
 unsigned number_in_environment(const char* name, unsigned otherwise) {

@@ -1,5 +1,5 @@
-// One rank of a Group in a process of its own, for faults_test: calls operations until something goes wrong, says what
-// it saw, and goes on with the ranks that are left. Prints a line a fact:
+// One rank of a Group in a process of its own, for faults_test. It calls operations until something goes wrong, says
+// what it saw, and goes on with the ranks that are left. It prints a line a fact:
 //   threw PeerLost 2 after 0.013: lost rank 2 ...
 //   again right
 //   left 0 descriptors and 0 threads

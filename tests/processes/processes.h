@@ -52,7 +52,7 @@ class Process {
     return wait_until([&] { return text_.find(part) != std::string::npos; }, part, seconds);
   }
 
-  // The same for a line that begins with `start`.
+  // Waits for a line that begins with `start`.
   const std::string& wait_for_line(const std::string& start, double seconds) {
     return wait_until([&] { return ("\n" + text_).find("\n" + start) != std::string::npos; }, start, seconds);
   }

@@ -43,7 +43,7 @@ bool gone(const std::vector<pid_t>& processes) {
   return false;
 }
 
-// Those whose numbers stand behind "at " in the lines.
+// The processes whose numbers stand after "at " in the lines.
 std::vector<pid_t> processes_in(const std::string& output) {
   std::vector<pid_t> all;
   std::istringstream words(output);
@@ -105,7 +105,7 @@ TEST(Launch, ASignalThatEndsARankIsNamed) {
   EXPECT_EQ(exit_status(job), 128 + SIGKILL);
 }
 
-// Of a rank that does not listen to SIGTERM: the processes that there were, after the end.
+// Runs a job with a rank that ignores SIGTERM to its end, and returns the processes that it had.
 std::vector<pid_t> end_a_deaf_job(const std::vector<std::string>& place, const std::string& folder) {
   auto options = place;
   options.insert(options.end(), {"--grace", "0.2"});
@@ -176,7 +176,7 @@ TEST(Launch, RestartsAsOftenAsItMay) {
   EXPECT_EQ(exit_status(ends), 0);
 }
 
-// Hosts that are this one: a launcher for each, as for others, but for ssh.
+// All hosts are this one. Each has a launcher, as others have, but without ssh.
 TEST(LaunchOverHosts, RanksAreNumberedThroughAndKnowTheirHost) {
   auto job =
       run({"-H", "localhost:2,127.0.0.1:1"},
@@ -333,7 +333,7 @@ TEST(Launch, AFullDiskUnderTheLogsIsSaid) {
   EXPECT_EQ(contents(folder + "/rank-0.log"), "a line\nanother\n");
 }
 
-// As fit's progress bar does it.
+// fit's progress bar redraws its line so.
 TEST(Launch, ALineIsRedrawnOnATerminalAlone) {
   const std::string script = "printf \"$LOCKSTEP_TERMINAL half\\r\"; printf 'whole\\n'";
   EXPECT_EQ(run({"-n", "1"}, script).wait_for_end(kSoon), "[0] 0 half\rwhole\n");

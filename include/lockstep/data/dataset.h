@@ -17,7 +17,7 @@
 
 namespace lockstep {
 
-// One example, or a batch with one more leading dimension. What a data set does not have is undefined.
+// One example, or a batch with one more leading dimension. A tensor that a data set does not have is undefined.
 struct Example {
   Tensor x = Tensor();
   Tensor y = Tensor();
@@ -33,8 +33,7 @@ struct Position {
   std::int64_t index = 0;
 };
 
-// A place in a data set of batches that does not depend on their size: behind the first `example` examples of the
-// epoch.
+// A place in a data set of batches that does not depend on their size: after the first `example` examples of the epoch.
 struct FromExample {
   std::int64_t epoch = 0;
   std::int64_t example = 0;
@@ -114,8 +113,8 @@ class Dataset {
   // any thread. Follows list_files().interleave() with a cycle_length of 1.
   static Dataset from_files(std::vector<std::string> paths, std::function<Dataset(const std::string& path)> read);
 
-  // Each element through `function`, in order. The function owns what it gets and may change it in place. With several
-  // calls at once the function must be thread safe.
+  // Passes each element through `function`, in order. The function owns its argument and may change it in place. With
+  // several calls at once the function must be thread safe.
   Dataset map(std::function<Example(Example)> function, MapOptions options = {}) const;
 
   // Keeps the elements of the first whole epoch in memory, or in `file` (made if missing, read if there), as one tensor
@@ -148,8 +147,8 @@ class Dataset {
   std::int64_t num_files() const;
   Dataset shard_files(std::int64_t num_shards, std::int64_t index) const;
 
-  // Whether the next epoch's elements are copies out of tensors and nothing else is computed: so it is after a cache()
-  // that has been filled, until the next map().
+  // True where the next epoch's elements are copies out of tensors and nothing else is computed. A cache() that has
+  // been filled makes them so, until the next map().
   bool lies_in_memory() const;
 
   // Elements an epoch, or kInfinite, or kUnknown.
@@ -164,7 +163,7 @@ class Dataset {
   std::optional<Example> first(std::int64_t epoch = 0) const;
   Dataset keeping_first() const;
 
-  // The batches that begin behind the example; the iterator's position counts from there. Throws InvalidArgument where
+  // The batches that begin after the example; the iterator's position counts from there. Throws InvalidArgument where
   // batches are not made by batch() and none begins there.
   DatasetIterator iterate_from(FromExample from) const;
 

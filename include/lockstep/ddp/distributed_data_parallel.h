@@ -43,13 +43,13 @@ struct DistributedDataParallelOptions {
   bool weigh_by_examples = true;
   std::int64_t batch_dim = 0;  // 1 for [time, batch, features]
 
-  // DType::float16 or DType::bfloat16: what float gradients are sent as. They are summed in float32.
+  // DType::float16 or DType::bfloat16, in which float gradients are sent. They are summed in float32.
   std::optional<DType> gradient_dtype = {};
 
-  // Of each operation between the ranks; empty: the Communicator's.
+  // The timeout of each operation between the ranks; empty: the Communicator's.
   std::optional<double> timeout_seconds = {};
 
-  // Of an earlier training, from bucket_order(): a resumed one then has the same bits.
+  // The order of an earlier training, from bucket_order(): a resumed one then has the same bits.
   std::vector<std::int64_t> bucket_order = {};
 
   // Instead of all_reduce; see gradient_hook.h.
@@ -58,7 +58,7 @@ struct DistributedDataParallelOptions {
 
 namespace internal {
 
-// What ranks do together after each backward, such as a sharded optimizer's step.
+// A step that ranks make together after each backward, such as a sharded optimizer's.
 class CollectiveStep {
  public:
   virtual ~CollectiveStep() = default;
@@ -67,7 +67,7 @@ class CollectiveStep {
 
 }  // namespace internal
 
-// What DistributedDataParallel does, for modules whose forward it does not know.
+// The work of DistributedDataParallel, for modules whose forward it does not know.
 class DistributedGradients {
  public:
   // Gives all ranks rank 0's parameters and buffers. Throws InvalidArgument, on all ranks, naming a parameter that
@@ -91,15 +91,14 @@ class DistributedGradients {
     const bool before_;
   };
 
-  // Backwards while it lives add to the gradients and send nothing. The next one averages: the gradient is the number
+  // Backwards while this lives add to the gradients and send nothing. The next one averages: the gradient is the number
   // of all these backwards times the mean over their examples of all ranks. So divide each loss, which is a mean, by
   // that number. Follows torch's DistributedDataParallel.no_sync, where ragged backwards count alike.
   [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
 
   // Runs a loop whose number of steps may differ between ranks. A rank that is done takes part in the others' steps,
-  // with no examples, until all are done; then all get the parameters and buffers of one that made the most steps.
-  // Collective.
-  // Not for modules with synchronized batch normalization, whose layers wait for every rank.
+  // with no examples, until all are done. Then all get the parameters and buffers of one that made the most steps.
+  // Collective. Not for modules with synchronized batch normalization, whose layers wait for every rank.
   void join(const std::function<void()>& loop);
 
   // Adds to the number of examples for which the next backward counts on this rank, beside the examples of forwards
@@ -132,8 +131,8 @@ class DistributedGradients {
 };
 
 // After Communicator::regroup (job.h has an example) the next forward gives all ranks rank 0's parameters and buffers,
-// as construction does. Rank 0's optimizer state and place in the loop are for the caller to broadcast with them: one
-// rank may have made the step in which another heard of the loss.
+// as construction does. The caller broadcasts rank 0's optimizer state and place in the loop. One rank may have made
+// the step in which another heard of the loss.
 //
 // One thread a rank. Call the module through this: `ddp(x)`, or `ddp.forward(x)`. `ddp->forward(x)` is the module's own
 // forward, of which this object does not know. The module is shared, not copied. Each backward with sync on is one step

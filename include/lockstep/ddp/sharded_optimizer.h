@@ -45,9 +45,9 @@ class ShardedOptimizer {
                          std::move(defaults)) {}
 
   // For `ddp`; takes all its parameters that require gradients where no groups are given. In
-  // DistributedDataParallel::join a rank that is done takes part in the others' steps. There each backward with sync is
-  // followed by one step of each optimizer, in the order of their construction, and by nothing in between: a rank that
-  // is done would not see clipping or a change of options.
+  // DistributedDataParallel::join a rank that is done takes part in the others' steps. There one step of each optimizer
+  // follows each backward with sync, in the order of construction, with nothing in between. A rank that is done would
+  // not see clipping or a change of options.
   ShardedOptimizer(DistributedGradients& ddp, const Groups& groups, Options defaults);
   ShardedOptimizer(DistributedGradients& ddp, Options defaults)
       : ShardedOptimizer(ddp, Groups{torch::optim::OptimizerParamGroup(ddp.trained_parameters())},

@@ -33,7 +33,7 @@ class ShardedParameters {
   // strides, else a copy. Undefined for none.
   at::Tensor shard(std::size_t i, int rank, const at::Tensor& whole) const;
 
-  // Of all parameters: leaves of autograd's graph.
+  // The shards of all parameters: leaves of autograd's graph.
   std::vector<at::Tensor> shards(int rank) const;
 
   // Parameter i, put together from all ranks' shards.

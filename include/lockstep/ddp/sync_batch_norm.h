@@ -18,12 +18,12 @@ class Group;
 // Follows SyncBatchNorm.convert_sync_batchnorm.
 //
 // torch::nn::BatchNorm refuses a batch with one value per channel before it looks at other ranks; SyncBatchNorm, which
-// is converted likewise, takes it.
+// is converted too, takes it.
 void convert_sync_batchnorm(torch::nn::Module& module, const Group& group);
 
 // Batch normalization of [examples, channels, ...], with the options, parameters and buffers of torch::nn::BatchNorm1d,
-// 2d and 3d. Before convert_sync_batchnorm it normalizes by this rank's examples; after it a rank may have a single
-// value per channel in training, or no example, as long as all ranks together have more than one. Forward throws
+// 2d and 3d. Before convert_sync_batchnorm it normalizes by this rank's examples. Afterwards a rank may have one value
+// per channel in training, or no example, as long as all ranks together have more than one. Forward throws
 // InvalidArgument where they have not, and for a tensor of fewer than two dimensions. Follows torch.nn.SyncBatchNorm.
 class SyncBatchNormImpl : public torch::nn::NormImplBase<1, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:

@@ -25,10 +25,10 @@ class DeviceRule {
  public:
   virtual ~DeviceRule() = default;
 
-  // What changes from step to step, such as the learning rate: as many numbers in every step.
+  // The numbers that change from step to step, such as the learning rate: as many in every step.
   virtual std::vector<double> numbers(const UpdateStep& step) const = 0;
 
-  // As UpdateRule::update for all parameters: writes values and states in place; gradients are the mean, clipped.
+  // Updates all parameters, as UpdateRule::update: writes values and states in place; gradients are the mean, clipped.
   // `numbers`: those of the step, each as a scalar on the device. Called once for a CUDA graph (jit_compile) or a
   // compiled step, which then run with other numbers: it must not read a tensor's values.
   virtual void update(const DeviceParameters& parameters, const std::vector<at::Tensor>& numbers) = 0;

@@ -15,8 +15,8 @@ struct GradientBucket {
   bool last = false;
   std::vector<std::string> parameters;  // in the order in which they lie in the buffer
 
-  // The gradients one after the other, each times this rank's share of the examples; then an element for each parameter
-  // that is 1 where it has a gradient and 0 where not. In memory of the Group's.
+  // The gradients one after the other, each times this rank's share of the examples. Then 1 for each parameter with a
+  // gradient, else 0. In memory of the Group's.
   Buffer buffer;
 };
 

@@ -16,7 +16,7 @@ class BackwardWeights;
 
 namespace lockstep::internal {
 
-// While it lives, this thread makes a forward: backwards through its operators count its examples. One thread.
+// While this lives, its thread makes a forward: backwards through its operators count its examples. One thread.
 class RecordedForward {
  public:
   // `examples`: how many the inputs have; empty where they do not tell. `weights` must outlive this object.

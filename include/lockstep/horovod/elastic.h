@@ -45,7 +45,7 @@ class HostsUpdatedInterrupt : public Error {
   using Error::Error;
 };
 
-// What ranks have in common, and the copy of it that the last commit made. One thread.
+// The state that ranks have in common, and the copy that the last commit made. One thread.
 class State {
  public:
   virtual ~State() = default;
@@ -54,11 +54,11 @@ class State {
   // that depend on them.
   void register_reset_callbacks(std::vector<std::function<void()>> callbacks);
 
-  // Copies the state in memory, and checks. What was done since the last commit is done again where a rank is lost.
+  // Copies the state in memory, and checks. Where a rank is lost, the steps since the last commit are done again.
   void commit();
 
   // Collective. Throws HostsUpdatedInterrupt where ranks have come or one that got SIGTERM is to leave, and Interrupted
-  // where all got it, or one got SIGINT.
+  // where all got SIGTERM, or one got SIGINT.
   void check_host_updates();
 
   virtual void save() = 0;     // copies the state
@@ -69,8 +69,8 @@ class State {
   void on_reset();
 
  protected:
-  // Collective: the lowest rank that has committed most often. After `sync` all count from its commits on. Throws
-  // ClusterError where all ranks that had the state were lost.
+  // Collective. Returns the lowest of the ranks that committed most often; `sync` gives all ranks its number of
+  // commits. Throws ClusterError where all ranks that had the state were lost.
   int newest_rank();
 
  private:
@@ -98,8 +98,8 @@ class ObjectState : public State {
   std::string saved_;
 };
 
-// The same with a module and its optimizer (not the DistributedOptimizer around it). Throws InvalidArgument in `sync`
-// for torch::optim::LBFGS.
+// An ObjectState with a module and its optimizer (not the DistributedOptimizer around it). Throws InvalidArgument in
+// `sync` for torch::optim::LBFGS.
 class TorchState : public ObjectState {
  public:
   TorchState(torch::nn::Module& module, torch::optim::Optimizer& optimizer,
@@ -116,9 +116,8 @@ class TorchState : public ObjectState {
   std::unique_ptr<Copy> copy_;
 };
 
-// Divides the indices 0 to dataset_size - 1 among the ranks, and those that no batch has used yet anew when the ranks
-// change. All ranks make the same calls. Where the ranks do not divide them, the first ones come twice, as Horovod
-// does.
+// Divides the indices 0 to dataset_size - 1 among the ranks. When ranks change, it divides those that no batch has used
+// yet anew. All ranks make the same calls. As in Horovod, the first indices come twice where ranks do not divide them.
 class ElasticSampler {
  public:
   explicit ElasticSampler(std::int64_t dataset_size, bool shuffle = true, std::uint64_t seed = 0);
@@ -126,15 +125,15 @@ class ElasticSampler {
   // At the end of an epoch, not at its beginning: all indices count as unused again.
   void set_epoch(std::int64_t epoch);
 
-  // Batch `batch` of this rank since the ranks last changed is done, as those before it are, with batches of this size.
+  // Marks this rank's batches of this size as done, up to number `batch` since the ranks last changed.
   void record_batch(std::int64_t batch, std::int64_t batch_size);
 
-  // This rank's, and those of one batch of it, fewer in the last one.
+  // Return this rank's indices, and those of one of its batches, fewer in the last one.
   const std::vector<std::int64_t>& indices() const { return indices_; }
   std::vector<std::int64_t> get_indices(std::int64_t batch, std::int64_t batch_size) const;
   std::int64_t batches(std::int64_t batch_size) const;
 
-  // Divides them among the ranks that there are now. Loading from `trackable` does it too.
+  // Divides the unused indices among the present ranks. Loading from `trackable` does so too.
   void reset();
 
   Trackable trackable();
@@ -148,8 +147,9 @@ class ElasticSampler {
   std::vector<std::int64_t> indices_;
 };
 
-// A function that calls `train`, again from the last commit where ranks are lost, and from where it was where they
-// come or leave. A rank that leaves throws Interrupted. A program calls one such function, once.
+// Returns a function that calls `train`. Where ranks are lost it calls `train` again from the last commit; where they
+// come or leave, from where the state was. A rank that leaves throws Interrupted. A program calls one such function,
+// once.
 std::function<void(State& state)> run(std::function<void(State& state)> train);
 
 }  // namespace lockstep::horovod::elastic

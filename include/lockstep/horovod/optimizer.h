@@ -52,7 +52,7 @@ class DistributedOptimizer<torch::optim::Optimizer> {
   // this first, so that all ranks make the same steps.
   void synchronize();
 
-  // The wrapped optimizer's; with a closure, the gradients after each call of it are reduced over the ranks.
+  // Makes the wrapped optimizer's step. Gradients are reduced over the ranks after each call of a closure.
   Tensor step(const std::function<Tensor()>& closure = {});
   void zero_grad(bool set_to_none = true);
 

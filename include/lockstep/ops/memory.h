@@ -10,16 +10,16 @@ namespace lockstep {
 
 struct MemoryStats {
   std::size_t reserved_bytes = 0;  // taken from the system and not given back
-  std::size_t cached_bytes = 0;    // of these, free for the next tensor
+  std::size_t cached_bytes = 0;    // the part that is free for the next tensor
 };
 
 // Zeros when LibTorch's own allocator serves. Any thread may call; the two figures are not taken at one instant.
 MemoryStats memory_stats();
 
-// Gives what is cached back to the system: for a program that goes on to something else, or shares its machine. The
-// next tensors take longer once. It happens by itself where the system refuses more, and where tensors and cache
-// together would pass three quarters of the memory that this process may use (of its share, with other ranks on its
-// host). Any thread. Follows torch.cuda.empty_cache.
+// Gives cached blocks back to the system: for a program that goes on to something else, or shares its machine. The next
+// tensors take longer once. The allocator does so itself where the system refuses more memory, or where tensors and
+// cache would pass three quarters of the memory of this process. That is its share with other ranks on its host. Any
+// thread. Follows torch.cuda.empty_cache.
 void release_memory();
 
 }  // namespace lockstep

@@ -29,12 +29,12 @@ struct RingAttentionOptions {
 Tensor ring_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Communicator& ranks,
                       const RingAttentionOptions& options = {});
 
-// While it lives, torch::scaled_dot_product_attention is ring_attention in this thread, for modules that are not
+// While one lives, torch::scaled_dot_product_attention is ring_attention in this thread, for modules that are not
 // written for it. No other operator communicates: torch::nn::MultiheadAttention, convolutions and recurrent layers see
 // this rank's positions alone. Calls with a mask, dropout or grouped queries throw InvalidArgument. The innermost
-// holds. Its calls are numbered, and ranks compare the numbers too: backwards in another order are refused. Forwards of
-// equal attentions in another order are not told apart. Where ranks may make them so, call each layer in a
-// ContextParallel of its own, with `ranks.with_purpose(Purpose("block 1"))`.
+// object counts. Its attentions are numbered, and ranks compare the numbers too: backwards in another order are
+// refused. Forwards of equal attentions in another order are not told apart. Where ranks may differ so, call each layer
+// in a ContextParallel of its own, with `ranks.with_purpose(Purpose("block 1"))`.
 class [[nodiscard]] ContextParallel {
  public:
   explicit ContextParallel(Communicator ranks);
@@ -45,7 +45,7 @@ class [[nodiscard]] ContextParallel {
   // This rank's part of a tensor that all ranks have, along `dim`. Throws InvalidArgument where it cannot be divided.
   Tensor part(const Tensor& whole, std::int64_t dim) const;
 
-  // What such a call is; and how many there were.
+  // Computes one such call; `attentions` counts them.
   Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const RingAttentionOptions& options);
   std::int64_t attentions() const { return attentions_; }
 

@@ -16,28 +16,28 @@
 
 namespace lockstep {
 
-// Of one layer: forward and backward of a microbatch in seconds, and its memory in bytes: of parameters, and of what
-// forward keeps for the backward of one microbatch (0 on a GPU, and where LibTorch's own allocator serves:
-// ops/memory.h).
+// The costs of one layer: seconds for forward and backward of a microbatch, bytes of its parameters, and bytes that
+// forward keeps for the backward of one microbatch. The last are 0 on a GPU, and with LibTorch's own allocator
+// (ops/memory.h).
 struct LayerCost {
   double seconds = 0;
   double parameter_bytes = 0;
   double activation_bytes = 0;
 };
 
-// Collective. Runs each layer on rank 0, `x` [examples, ...] through the first one, its output through the next, and so
-// on: the least of some runs; all ranks get the same. Layers are made one after the other for it, and go to x's device;
-// the CPU's random generator is left as it was, so that initial values stay those of the seed. Throws what a layer
-// throws, on all ranks.
+// Collective. Runs each layer on rank 0: `x` [examples, ...] goes through the first layer, its output through the next,
+// and so on. The seconds are the least of some runs; all ranks get the same. Layers are made one after the other, on
+// x's device. The CPU's random generator is left as it was, so that initial values stay those of the seed. Throws what
+// a layer throws, on all ranks.
 std::vector<LayerCost> measure_layers(const std::vector<PipelineStage>& layers, const Tensor& x,
                                       const Communicator& ranks);
 
 struct CutOptions {
-  // Of a rank: what it keeps of the parameters' size, and the activations of as many microbatches as
+  // The bound for a rank: parameter_copies times its parameters, and the activations of as many microbatches as
   // one_forward_one_backward keeps.
   double most_bytes = std::numeric_limits<double>::infinity();
 
-  // What it keeps of the parameters' size: values, gradients, and two states of an optimizer.
+  // The tensors of the parameters' size that a rank keeps: values, gradients, and two states of an optimizer.
   double parameter_copies = 4;
 };
 

@@ -28,20 +28,19 @@ struct DeviceMeshOptions {
   double timeout_seconds = kDefaultTimeoutSeconds;  // of each call of its Communicators
   GroupOptions group = {};                          // how the processes communicate
 
-  // For a ModelParallelStrategy with `elastic`: ranks stay in the order of the launcher, and the first axis is the one
-  // that gets shorter and longer, so that no other may be -1. In a process that comes to a job that runs `ranks()` is
-  // that process alone until the others take it in, but its coordinates are those of the part that it is to have.
+  // For a ModelParallelStrategy with `elastic`. Ranks stay in the order of the launcher. The first axis gets shorter
+  // and longer, so no other axis may be -1. In a process that comes to a running job, `ranks()` is this process alone
+  // until the others take it in. Its coordinates are already those of the part that it will have.
   bool elastic = false;
 };
 
-// A shared handle. Ranks are laid out in the order of their hosts, the last axis first, so that ranks that are
-// neighbours on the last axis share a host where its size divides the host's number of ranks. Put the axis that
-// communicates most last: "tensor".
+// A shared handle. Ranks are laid out in the order of their hosts, the last axis first. So neighbours on the last axis
+// share a host where its size divides the host's number of ranks. Put the axis that communicates most last: "tensor".
 //
-// Constant after construction, but where an elastic ModelParallelStrategy goes on without lost ranks, or with new ones:
-// then the first axis gets shorter or longer, and ranks may get other numbers. The Communicators are used as any other.
-// An error in one of them, or in a Group that is split from it, ends the calls in all, on all ranks: PeerLost and
-// DeadlineExceeded name ranks of the mesh, and say their coordinates.
+// Constant after construction, except in an elastic ModelParallelStrategy. When ranks are lost or come there, the first
+// axis gets shorter or longer, and ranks may get other numbers. The Communicators are used as any other. An error in
+// one of them, or in a Group that is split from it, ends the calls in all, on all ranks. PeerLost and DeadlineExceeded
+// name ranks of the mesh, and say their coordinates.
 class DeviceMesh {
  public:
   struct Axis {
@@ -49,13 +48,13 @@ class DeviceMesh {
     int size = 1;  // -1 for one axis: all ranks that the other axes leave
   };
 
-  // Of the processes that a launcher started, or of this one alone. Collective over them. Throws as Job, and, on all
-  // ranks, InvalidArgument where the product of the sizes is not the number of ranks, for a size that is neither above
-  // 0 nor -1, and for names that are empty or the same.
+  // A mesh of the processes that a launcher started, or of this one alone. Collective over them. Throws as Job. Throws
+  // InvalidArgument, on all ranks, where the product of the sizes is not the number of ranks, for another size than -1
+  // below 1, and for empty or equal names.
   explicit DeviceMesh(std::vector<Axis> axes, DeviceMeshOptions options = {});
 
-  // Of the ranks of any Communicator: processes, or the replicas' threads of one (ReplicaContext::group). `host`: those
-  // with the same name share a host. Collective over them; throws InvalidArgument likewise.
+  // A mesh of the ranks of any Communicator: processes, or the replicas' threads of one (ReplicaContext::group). Ranks
+  // with the same `host` share a host. Collective over them; throws the InvalidArgument of the other constructor.
   DeviceMesh(std::vector<Axis> axes, const Communicator& ranks, const std::string& host = "");
 
   // The ranks whose coordinates on all other axes are this rank's, in the order of this axis. Throws InvalidArgument
@@ -72,7 +71,7 @@ class DeviceMesh {
   // This rank's coordinate on an axis.
   int coordinate(const std::string& axis) const { return (*this)[axis].rank(); }
 
-  // The processes of which it was made; none where it was made of a Communicator.
+  // The processes of the mesh; none where the mesh was made of a Communicator.
   std::optional<Job> job() const;
   const DeviceMeshOptions& options() const;
 
@@ -82,14 +81,14 @@ class DeviceMesh {
  private:
   friend class parallel::MeshParallelism;
 
-  // The processes of which it was made, for a strategy; null where it was made of a Communicator.
+  // The processes of the mesh, for a strategy; null where the mesh was made of a Communicator.
   std::shared_ptr<elastic::Membership> membership() const;
 
-  // Goes on with the job's next generation: the first axis gets as long as that needs. Collective over its ranks,
-  // between steps. `timeout_seconds`: until they have come.
+  // Goes on with the job's next generation: the first axis gets as long as that generation needs. Collective over its
+  // ranks, between steps. `timeout_seconds`: until they have come.
   void regroup(double timeout_seconds) const;
 
-  // Which of the ranks this one is that have the same coordinate on the first axis.
+  // This rank's number among those with the same coordinate on the first axis.
   int part() const;
 
   // Throws InvalidArgument the second time: the mesh goes on with the generations of one strategy's job.

@@ -26,12 +26,12 @@
 namespace lockstep {
 
 struct FullyShardOptions {
-  // Submodules whose parameters are gathered together, when they are needed, by patterns as in parallelize_module. What
-  // is in none of them is gathered for the whole of a step. The more units, the less memory, and the more messages.
+  // Submodules whose parameters are gathered together, when needed, by patterns as in parallelize_module. Other
+  // parameters are gathered for the whole of a step. More units take less memory, and more messages.
   std::vector<std::string> units = {};
 
-  // Whether a unit's parameters are given up after its forward, and gathered again for its backward (stage 3). Else
-  // they stay until its backward has ended (stage 2).
+  // Gives up a unit's parameters after its forward, and gathers them again for its backward (stage 3). Else they stay
+  // until its backward has ended (stage 2).
   bool reshard_after_forward = true;
 
   // Ranks that have the same shards: their gradients are averaged too. With fully_shard inside each host and replicas
@@ -42,25 +42,25 @@ struct FullyShardOptions {
   // hosts; needs the memory of one more unit.
   bool prefetch = false;
 
-  // What parameters of float32 are gathered in, and operators compute with, and what their gradients are summed in:
-  // float16 or bfloat16; shards, which the optimizer updates, stay float32. Empty: float32, and as param_dtype. Give
-  // the module inputs of param_dtype, or call it with autocast; with fit set_global_policy("mixed_bfloat16"). Follows
+  // float16 or bfloat16: parameters of float32 are gathered in param_dtype, in which operators compute, and gradients
+  // are summed in reduce_dtype. Shards stay float32 for the optimizer. Empty: float32, and as param_dtype. Give the
+  // module inputs of param_dtype, or call it with autocast; with fit set_global_policy("mixed_bfloat16"). Follows
   // MixedPrecisionPolicy of PyTorch's fully_shard.
   std::optional<DType> param_dtype = {}, reduce_dtype = {};
 
   // For a module on a GPU: shards and their gradients are in host memory, where the optimizer has its state and updates
-  // them; the GPU has only the units that are gathered, and their gradients until they are summed. With fit it is
+  // them. The GPU has only the units that are gathered, and their gradients until they are summed. With fit it is
   // always so. Follows CPUOffloadPolicy of PyTorch's fully_shard.
   bool cpu_offload = false;
 };
 
-// The shards of a module's parameters. A parameter of the module has values only while operators use it: its values are
+// The shards of a module's parameters. A parameter of the module has values only while operators use it. They are
 // gathered when an operator of forward or backward first reads it, and given up when one reads parameters of other
 // units alone. So all ranks call the same operators, on units in the same order, and the module's code stays as it is.
-// Functions that take the address of a parameter's values without an operator of LibTorch cannot be used in it, nor can
-// a backward inside backward: recompute activations with lockstep::recompute. torch::save of the module writes no
-// values: save what `gather` returns. Optimizers get `parameters()`: one of the module's own parameters would change
-// nothing. What ranks exchange goes through host memory.
+// Functions that take the address of a parameter's values without an operator of LibTorch cannot be used in the module,
+// nor can a backward inside backward: recompute activations with lockstep::recompute. torch::save of the module writes
+// no values: save what `gather` returns. Optimizers get `parameters()`: one of the module's own parameters would change
+// nothing. Messages between ranks go through host memory.
 //
 // After an exception in backward call release(), or the module's forward, before the next one.
 //
@@ -75,14 +75,14 @@ class FullyShardedParameters {
   // Collective. Makes a unit of the module's parameters that are in none yet: gives all ranks rank 0's values, keeps
   // this rank's part, and frees the rest. To make a model that does not fit whole, add each part as soon as it is made.
   // `keep`: gathered for the whole of a step. All get rank 0's buffers too, which stay as they are from then on. Throws
-  // InvalidArgument, on all ranks, where they differ in names, shapes or dtypes, and for a name that is there already;
-  // for a parameter that is not dense, and where this module's parameters are on several devices. Load, move and
-  // parallelize_module a module before.
+  // InvalidArgument, on all ranks, where ranks differ in names, shapes or dtypes, and for a name that is there already.
+  // Throws it also for a parameter that is not dense, and where this module's parameters are on several devices. Load,
+  // move and parallelize_module a module before.
   void add(torch::nn::Module& module, const std::string& name = "", bool keep = false);
 
   // This rank's part of each parameter that has one, flat, on the parameter's device or, with cpu_offload, in host
-  // memory: leaves of autograd's graph, whose gradients backward sets to the mean over all ranks, weighted by their
-  // examples; the next backward after zero_grad overwrites their memory. Without gradients where no rank has any.
+  // memory. They are leaves of autograd's graph. Backward sets their gradients to the mean over all ranks, weighted by
+  // examples. The next backward after zero_grad overwrites the gradients' memory. They have none where no rank has any.
   const std::vector<Tensor>& parameters() const;
 
   // Adds to the number of examples for which the next backward counts on this rank, beside the examples of forwards

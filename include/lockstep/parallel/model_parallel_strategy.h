@@ -34,7 +34,7 @@ using LayoutMap = std::vector<std::pair<std::string, std::vector<std::string>>>;
 
 struct ModelParallelOptions {
   // The axis along which ranks have the same parts of a model and train on other examples: keras.distribution's
-  // batch_dim_name. Where the mesh has neither it nor shard_axis, all ranks have the same examples.
+  // batch_dim_name. Where the mesh has neither this axis nor shard_axis, all ranks have the same examples.
   std::string batch_axis = "data";
 
   // How models are divided along the axis `tensor_axis`: as parallelize_module.
@@ -42,8 +42,8 @@ struct ModelParallelOptions {
   ParallelPlan plan = {};
   LayoutMap layout_map = {};  // the same in Keras's words; only one of the two
 
-  // An axis along which ranks train on other examples too, and each has a part of all parameters, their gradients and
-  // the optimizer's state: as fully_shard, whose `replicas` are those along batch_axis.
+  // An axis along which ranks train on other examples too, as fully_shard. Each rank has a part of all parameters,
+  // their gradients and the optimizer's state. The ranks along batch_axis are fully_shard's `replicas`.
   std::string shard_axis = "shard";
   FullyShardOptions fully_shard = {};
 
@@ -61,11 +61,11 @@ struct ModelParallelOptions {
   bool recompute = false;
 
   // An axis along which ranks have the same examples, and each a part of every sequence: as ContextParallel. Dimension
-  // `context_dim` of x and y (and of sample weights that have it), counted with the examples as 0, are positions, which
-  // must divide evenly; predict returns all of them. Losses must be means, of a value for each position or of means
-  // over them; metrics likewise. `context_plan`: parameters that belong to positions, such as {{"place.weight",
-  // Shard{0}}}, with as many rows as a sequence has positions; a module that counts positions itself must begin with
-  // those of the ranks before it.
+  // `context_dim` of x and y (and of sample weights that have it) is positions, where dimension 0 is examples.
+  // Positions must divide evenly; predict returns all of them. Losses and metrics must be means, of a value for each
+  // position or of means over positions. `context_plan`: parameters that belong to positions, such as {{"place.weight",
+  // Shard{0}}}, with a row for each position of a sequence. A module that counts positions itself must begin after
+  // those of the ranks before.
   std::string context_axis = "context";
   int context_dim = 1;
   ParallelPlan context_plan = {};
@@ -80,11 +80,11 @@ struct ModelParallelOptions {
   std::optional<DType> gradient_dtype = {};
   std::int64_t compare_copies_every = 100;
 
-  // fit, and ElasticLoop, go on with the rows of the mesh that remain when ranks are lost or get SIGTERM, and take in
-  // those that come: a row is the ranks with one coordinate on batch_axis, which have one copy of the model together,
-  // and which leave and come together. For a mesh that was made with {.elastic = true}, whose first axis is batch_axis.
-  // elastic.min_workers counts rows; worker_batch must be empty, and lost_host_seconds is that of the mesh's
-  // GroupOptions. Give layers_of_stages where there are stages.
+  // A row is the ranks with one coordinate on batch_axis: they have one copy of the model together, and leave and come
+  // together. When ranks are lost or get SIGTERM, fit and ElasticLoop go on with the rows that remain, and take in new
+  // rows. For a mesh that was made with {.elastic = true}, whose first axis is batch_axis. elastic.min_workers counts
+  // rows; worker_batch must be empty, and lost_host_seconds is that of the mesh's GroupOptions. Give layers_of_stages
+  // where there are stages.
   std::optional<ElasticOptions> elastic = {};
 
   std::string device = {};      // of this process: "cpu:0", "cuda:0"; empty: a GPU where there are any
@@ -100,21 +100,21 @@ struct ModelParallelOptions {
 // Checkpoints are whole: saved on one mesh, they can be loaded on any other, and by any other strategy. The chief has
 // all tensors in memory while it saves, and every rank while it loads.
 //
-// With shard_axis or pipeline_axis a rank that has no examples in a step computes with zeros, and with expert_axis with
-// none, so each rank needs some of the first batch; in loops of your own call the module on all ranks.
+// A rank without examples in a step computes with zeros where there is a shard_axis or pipeline_axis, and with none on
+// an expert_axis. So each rank needs some of the first batch; in loops of your own call the module on all ranks.
 //
-// Every hundredth step it is checked that what several ranks have is equal (compare_copies_every). Where it is not,
+// Every hundredth step compares the copies that several ranks have (compare_copies_every). Where copies differ,
 // InvalidArgument names a parameter: a layer's style is missing in the plan, or a processor is broken.
 //
 // A rank that is lost ends the training on all others with PeerLost, which names its coordinates, unless the options
 // have `elastic`. Then only the ranks of its row end, with ClusterError. The other rows have the same values and state,
-// or, with shard_optimizer_state, a copy of what the lost ranks had alone, and divide the batches anew from the next
-// step on, as those of an elastic MultiWorkerMirroredStrategy; rows that have lost different parts are put together.
+// or, with shard_optimizer_state, a copy of what the lost ranks had alone. They divide the batches anew from the next
+// step on, as workers of an elastic MultiWorkerMirroredStrategy. Rows that have lost different parts are put together.
 class ModelParallelStrategy : public Strategy {
  public:
   // Collective over the mesh. Throws InvalidArgument for an axis of the mesh that is larger than 1 and not named by the
-  // options, where a tensor axis has neither plan nor layout_map or a plan has no such axis, and for an option out of
-  // its range. What does not fit a model is thrown when that is made.
+  // options, and for an option out of its range. Throws it also where a tensor axis has neither plan nor layout_map, or
+  // a plan has no such axis. Options that do not fit a model are refused when the model is made.
   explicit ModelParallelStrategy(DeviceMesh mesh, ModelParallelOptions options = {});
 
   const DeviceMesh& mesh() const { return mesh_; }

@@ -24,9 +24,9 @@ struct MoEOptions {
   std::int64_t experts = 8;  // on all ranks together; a multiple of the number of ranks
   std::int64_t top_k = 2;    // experts of a token
 
-  // An expert takes at most capacity_factor * top_k * tokens / experts of the tokens of all ranks; those that come
-  // later in the order of ranks and tokens, first choices before second ones, are dropped: the expert adds nothing to
-  // them. 0: no bound.
+  // An expert takes at most capacity_factor * top_k * tokens / experts of the tokens of all ranks. It adds nothing to
+  // the tokens after those: they are dropped. The order is that of ranks and tokens, first choices before second ones.
+  // 0: no bound.
   double capacity_factor = 0;
 };
 
@@ -38,7 +38,7 @@ class MoEImpl : public torch::nn::Module {
   // `make_expert` returns a module holder, or a shared_ptr to a module, with `Tensor forward(Tensor)`, [tokens, width]
   // to the same. It is called for all experts, so that initial values are those of one process with the same seed; this
   // rank's are kept, as "expert<number>". Throws InvalidArgument where the number of experts is not a multiple of the
-  // number of ranks, and for a top_k that is not between 1 and it.
+  // number of ranks, and for a top_k that is not between 1 and the number of experts.
   template <class Factory>
   MoEImpl(MoEOptions options, std::int64_t width, const Factory& make_expert, Communicator ranks = {})
       : MoEImpl(options, width, internal::maker(make_expert), internal::forward_of<Factory>(), std::move(ranks)) {}
@@ -53,7 +53,7 @@ class MoEImpl : public torch::nn::Module {
   // no graph of the scalar. So after a forward of recompute this throws InvalidArgument where gradients are on.
   Tensor balance_loss() const;
 
-  // Of the last forward, over all ranks: how many tokens each expert took, and the choices that were dropped.
+  // Return how many tokens each expert took, and how many choices were dropped, in the last forward over all ranks.
   const std::vector<std::int64_t>& tokens_of_experts() const { return tokens_of_experts_; }
   std::int64_t dropped() const { return dropped_; }
 

@@ -1,4 +1,4 @@
-// Pipeline: a model cut into stages, each on a rank; microbatches of a batch go through them one behind the other.
+// Pipeline: a model cut into stages, each on a rank; microbatches of a batch go through them one after the other.
 // Follows torch.distributed.pipelining.
 //
 //   lockstep::Pipeline pipeline({[] { return Front(); }, [] { return Back(); }}, mesh["pipeline"],
@@ -40,7 +40,7 @@ class PipelineStage {
     return internal::recompute(module, forward_, x);
   }
 
-  // The same stage, where `change` gets each module that is made.
+  // This stage, where `change` gets each module that is made.
   PipelineStage with(std::function<void(torch::nn::Module&)> change) const {
     auto stage = *this;
     stage.make_ = [make = make_, change = std::move(change)] {
@@ -51,7 +51,7 @@ class PipelineStage {
     return stage;
   }
 
-  // The same stage; its forward becomes around(forward), which calls `forward`, for example under autocast.
+  // This stage, whose forward becomes around(forward), which calls `forward`, for example under autocast.
   PipelineStage with_forward(std::function<Tensor(const std::function<Tensor()>& forward)> around) const {
     auto stage = *this;
     stage.forward_ = [forward = forward_, around = std::move(around)](torch::nn::Module& module, const Tensor& x) {
@@ -94,24 +94,24 @@ using PipelineLoss = std::function<Tensor(const Tensor& output, const Tensor& ta
 // The divisor of the sum of a batch's losses, from the whole batch's target, such as the number of labels that count.
 using PipelineWeight = std::function<double(const Tensor& target)>;
 
-// What is differentiated for a microbatch, a scalar, from the last stage's output for its examples: `count` ones of the
-// batch, from `first` on.
+// The scalar that is differentiated for a microbatch, from the last stage's output for `count` examples of the batch,
+// from `first` on.
 using MicrobatchLoss = std::function<Tensor(const Tensor& output, std::int64_t first, std::int64_t count)>;
 
 // One thread a rank. All ranks make the same calls with the same arguments; what throws on one aborts the others. The
 // calls throw what a Group, a stage and the loss throw.
 //
-// Batch normalization is over the examples of a microbatch. convert_sync_batchnorm(stage, mesh["data"].group()) makes
-// that a microbatch of all pipelines along "data": their batches may have other numbers of examples, also none, and all
-// pipelines compute as many microbatches as the one with most examples has. Steps are then collective over the mesh. In
-// backward a batch counts for its examples, or for its PipelineWeight: average the gradients by the same, as
-// average_gradients(pipeline.parameters(), mesh["data"], examples) does. Throws InvalidArgument where the Group is not
-// of the pipeline's mesh, and as SyncBatchNorm where all pipelines together have one value per channel.
+// Batch normalization is over the examples of a microbatch. convert_sync_batchnorm(stage, mesh["data"].group())
+// normalizes over a microbatch of all pipelines along "data". Their batches may have other numbers of examples, also
+// none. All pipelines then compute as many microbatches as the one with most examples has, and steps are collective
+// over the mesh. In backward a batch counts for its examples, or for its PipelineWeight: average the gradients by the
+// same, as average_gradients(pipeline.parameters(), mesh["data"], examples) does. Throws InvalidArgument where the
+// Group is not of the pipeline's mesh, and as SyncBatchNorm where all pipelines together have one value per channel.
 class Pipeline {
  public:
-  // Collective. Makes all stages, one after the other, and keeps this rank's, so that initial values are those of the
-  // unsplit model with the same seed. Throws InvalidArgument where the schedule does not fit the numbers of ranks and
-  // stages, for fewer than one microbatch, and for tied parameters that do not exist or have different shapes.
+  // Collective. Makes all stages, one after the other, and keeps this rank's. So initial values are those of the
+  // unsplit model with the same seed. Throws InvalidArgument where the schedule does not fit the ranks and stages, for
+  // less than one microbatch, and for tied parameters that are missing or differ in shape.
   Pipeline(std::vector<PipelineStage> stages, const Communicator& ranks, PipelineOptions options = {});
   ~Pipeline();
 
@@ -136,12 +136,12 @@ class Pipeline {
   //   }, [](const at::Tensor& y) { return y.ne(-100).sum().item<double>(); });
   double step(const Tensor& x, const Tensor& target, const PipelineLoss& sum, const PipelineWeight& weight);
 
-  // The same with the losses of microbatches as the batch's loss is made of them, such as sums with weights: adds the
-  // gradient of their sum. `loss` is called on the last stage's rank alone, for one microbatch after the other.
-  // `most_microbatches`: fewer than options.microbatches, for pipelines that must all have as many since parameters are
-  // sharded over them and their batches differ in size. `weight`: what the batch counts for in the mean of gradients
-  // over pipelines; the same on this pipeline's ranks. Throws InvalidArgument where a stage has batch normalization
-  // over several ranks and no weight is given.
+  // Forward and backward of a batch whose loss is the sum of the losses of its microbatches, such as sums with weights:
+  // adds the gradient of that sum. `loss` is called on the last stage's rank alone, for one microbatch after the other.
+  // `most_microbatches` is below options.microbatches for pipelines with batches of different sizes whose parameters
+  // are sharded over them: all must have as many. `weight`: the batch's weight in the mean of gradients over pipelines;
+  // equal on this pipeline's ranks. Throws InvalidArgument where a stage has batch normalization over several ranks and
+  // no weight is given.
   void forward_backward(const Tensor& x, const MicrobatchLoss& loss,
                         std::int64_t most_microbatches = std::numeric_limits<std::int64_t>::max(),
                         std::optional<double> weight = {});
@@ -157,7 +157,7 @@ class Pipeline {
   void train(bool on = true) const;
   void eval() const { train(false); }
 
-  // Of this rank's stages, in the order of stages.
+  // Return those of this rank's stages, in the order of stages.
   std::vector<Tensor> parameters() const;
   const std::vector<std::pair<int, std::shared_ptr<torch::nn::Module>>>& modules() const;  // by stage
 
@@ -170,9 +170,9 @@ class Pipeline {
   // of its schedule. Ranks' clocks count from one barrier. Throws IoError on all ranks.
   void write_timeline(const std::string& path) const;
 
-  // Collective, over the whole mesh whose axis the ranks are. What a microbatch cost at each stage in the last step, in
-  // seconds: the mean over the mesh of medians. With predict_times it says
-  // what another schedule would take. Where the schedule does not split backward, backward_input is all of it.
+  // Collective, over the whole mesh whose axis the ranks are. Returns the cost of a microbatch at each stage in the
+  // last step, in seconds: the mean over the mesh of medians. predict_times tells from it how long another schedule
+  // would take. Where the schedule does not split backward, backward_input is all of backward.
   std::vector<PipelineCosts> measured_costs() const;
 
  private:

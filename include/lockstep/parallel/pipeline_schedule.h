@@ -66,8 +66,8 @@ PipelineSchedule interleaved(int ranks, int stages, int microbatches, const std:
 // microbatches. As many stages as ranks. ZB-H1 of Qi et al. 2024.
 PipelineSchedule zero_bubble(int ranks, int stages, int microbatches, const std::vector<PipelineCosts>& costs = {{}});
 
-// The same with two stages a rank, forth and back: rank r has the stages r and 2 ranks - 1 - r, so that the last stage
-// is where the first is. ZB-V of Qi et al. 2024.
+// zero_bubble with two stages a rank, forth and back: rank r has the stages r and 2 ranks - 1 - r. So one rank has the
+// first and the last stage. ZB-V of Qi et al. 2024.
 PipelineSchedule zero_bubble_v(int ranks, int stages, int microbatches, const std::vector<PipelineCosts>& costs = {{}});
 
 }  // namespace schedules
@@ -76,7 +76,7 @@ using MakePipelineSchedule = PipelineSchedule (*)(int ranks, int stages, int mic
                                                   const std::vector<PipelineCosts>& costs);
 
 // Throws InvalidArgument where a forward or a backward of a microbatch is missing, is there twice or is on a rank that
-// does not have the stage, and where ranks would wait for each other for ever, naming who waits for what.
+// does not have the stage. Throws it also where ranks would wait for each other for ever, and names who waits for what.
 void check_schedule(const PipelineSchedule& schedule);
 
 struct PipelineTimes {

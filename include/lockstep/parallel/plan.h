@@ -30,8 +30,8 @@ class Optimizer;
 namespace lockstep {
 
 struct PlanOptions {
-  // To plan for. 0: the ranks that measure. More than these: what none of them could measure is computed from what
-  // they did, and marked in the table.
+  // The ranks to plan for. 0: those that measure. For more ranks, costs that these cannot measure are computed from
+  // costs that they did, and marked in the table.
   int ranks = 0;
 
   double memory_bytes = std::numeric_limits<double>::infinity();  // that a rank may use
@@ -39,14 +39,14 @@ struct PlanOptions {
   // How parallelize_module divides the layers: layer i's modules are called "i.name". Empty: no tensor parallelism.
   ParallelPlan tensor = {};
 
-  // Those that are tried, where they divide the examples of a data rank; in a pipeline not fewer than its ranks where
-  // there are more. The first whose step takes at most 1.02 of the fastest one's is chosen.
+  // The numbers to try, where they divide the examples of a data rank; a pipeline tries none below its ranks where
+  // others are left. The first whose step takes at most 1.02 of the fastest one's is chosen.
   std::vector<int> microbatches = {1, 2, 4, 8, 16};
 
-  // Whose step is measured. Empty: torch::optim::AdamW.
+  // The optimizer whose step is measured. Empty: torch::optim::AdamW.
   std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<Tensor> parameters)> optimizer = {};
 
-  // What it keeps for each parameter, in tensors of the parameter's size: 2 for Adam and AdamW, 1 for SGD with
+  // The tensors that the optimizer keeps for each parameter, of its size: 2 for Adam and AdamW, 1 for SGD with
   // momentum.
   double optimizer_states = 2;
 };
@@ -81,9 +81,9 @@ struct SplitPlan {
   std::string table(std::size_t most = 20) const;
 };
 
-// Collective. Candidates are all products of the axes data, with and without sharding, pipeline, with each schedule
-// that the number of layers allows, and tensor. x, target [examples, ...]: a batch of all ranks, with examples along
-// the first dimension, here and in what layers make of it.
+// Collective. Candidates are all products of three axes: data, with and without sharding; pipeline, with each schedule
+// that the number of layers allows; and tensor. x, target [examples, ...]: a batch of all ranks. Layers keep examples
+// first.
 //
 // Layers are made and measured one at a time, equal ones once: those of one type whose submodules, parameters,
 // inputs and outputs have the same types and shapes. Options that change neither shapes nor types, such as a stride
@@ -91,10 +91,10 @@ struct SplitPlan {
 // activations is counted by Lockstep's allocator (ops/memory.h); 0 where LibTorch's own serves. The random generator is
 // left as it was.
 //
-// Throws InvalidArgument, on all ranks, where there are no layers, for fewer ranks than measure or fewer than 1, for a
-// single rank that is to plan for more, for x and target with no examples or different numbers of them, for x that is
-// not in host memory, where no data axis divides them and nothing else is possible, for numbers of microbatches below
-// 1, and for an entry of `tensor` that matches nothing. Also what a layer or the loss throws.
+// Throws InvalidArgument, on all ranks, where there are no layers, for fewer ranks than measure or fewer than 1, and
+// for a single rank that is to plan for more. Throws it for x and target with no examples or different numbers of them,
+// and for x that is not in host memory. Throws it where no data axis divides the examples and nothing else is possible,
+// for less than 1 microbatch, and for an entry of `tensor` that matches nothing. Throws as layers and the loss.
 SplitPlan plan_parallel(const std::vector<PipelineStage>& layers, const Tensor& x, const Tensor& target,
                         const SplitLoss& loss, const Communicator& ranks, const PlanOptions& options = {});
 

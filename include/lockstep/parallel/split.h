@@ -25,7 +25,7 @@
 
 namespace lockstep {
 
-// What ranks of the data axis divide among them besides the batch.
+// The things that ranks of the data axis divide among them besides the batch.
 enum class Sharding : std::uint8_t {
   none,        // nothing: each has all parameters, and gradients are averaged
   gradients,   // fully_shard with reshard_after_forward = false: ZeRO stage 2
@@ -52,7 +52,7 @@ struct Split {
 // vocabulary_parallel_cross_entropy where the output is divided.
 using SplitLoss = std::function<Tensor(const Tensor& output, const Tensor& target, const Communicator& tensor)>;
 
-// A model of layers, each on the ranks that the split gives it to. The same training as of the unsplit model: Pipeline,
+// A model of layers, each on the ranks that the split gives it to. Trains as the unsplit model does: Pipeline,
 // parallelize_module, FullyShardedParameters and average_gradients, put together.
 //
 // One thread a rank; all ranks make the same calls.
@@ -84,8 +84,8 @@ class SplitModel {
   // This rank's: what optimizers get.
   const std::vector<Tensor>& parameters() const;
 
-  // Its modules, for evaluation and timelines, and for saving where the split does not shard: else their parameters
-  // have no values of their own.
+  // This rank's modules, for evaluation and timelines, and for saving where the split does not shard: else their
+  // parameters have no values of their own.
   Pipeline& pipeline();
 
   // The shards of this rank's stages, for saving and loading: gather and load are collective over the data axis;

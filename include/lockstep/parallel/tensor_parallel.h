@@ -1,5 +1,5 @@
-// Tensor parallelism: each rank has a part of a layer's weights and makes that part of the layer's work (Shoeybi et al.
-// 2019; with sequence parallelism: Korthikanti et al. 2022). Follows torch.distributed.tensor.parallel.
+// Tensor parallelism: each rank has a part of a layer's weights and does that part of the layer's work. Shoeybi et al.
+// 2019; with sequence parallelism: Korthikanti et al. 2022. Follows torch.distributed.tensor.parallel.
 //
 //   lockstep::parallelize_module(*net, mesh["tensor"], {
 //       {"token",        lockstep::RowwiseParallel()},                  // an embedding: each rank has some of the ids
@@ -47,7 +47,7 @@ struct ColwiseParallel {
   Layout input = Replicate();
   Layout output = Shard{-1};
 
-  // Of a linear layer whose output is several parts one after the other, such as 3 for [queries, keys, values]: each
+  // For a linear layer whose output is several parts one after the other, such as 3 for [queries, keys, values]: each
   // rank gets a part of each. 1 where the features are ordered by head.
   std::int64_t parts = 1;
 };
@@ -71,15 +71,15 @@ struct ReplicateParallel {
   Layout input = Replicate();
 };
 
-// For layers between them, such as normalization, whose input is divided along the sequence: each rank has all weights
+// For layers between those, such as normalization, whose input is divided along the sequence: each rank has all weights
 // and uses them for its part. An embedding of positions takes its rank's part of the last dimension of ids.
 struct SequenceParallel {};
 
 // `Shard` as a style is for a parameter itself: each rank has its part along the dimension.
 using ParallelStyle = std::variant<ColwiseParallel, RowwiseParallel, SequenceParallel, Shard, ReplicateParallel>;
 
-// By the names of submodules, and for Shard of parameters. "*" stands for any characters but a dot; the empty name for
-// the module itself.
+// Styles by names of submodules, or of parameters for Shard. "*" stands for any characters but a dot; the empty name
+// for the module itself.
 using ParallelPlan = std::vector<std::pair<std::string, ParallelStyle>>;
 
 // Gives all ranks rank 0's parameters and buffers, then keeps this rank's part of those that the plan divides, in the

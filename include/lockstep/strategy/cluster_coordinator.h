@@ -33,10 +33,10 @@ class StepQueue;
 struct StepResult;
 }  // namespace parameter_server
 
-// What a scheduled step returns. A shared handle; any thread.
+// The result of a scheduled step. A shared handle; any thread.
 class RemoteValue {
  public:
-  // Waits for it. Throws what `ClusterCoordinator::fetch` throws.
+  // Waits for the result. Throws what `ClusterCoordinator::fetch` throws.
   std::vector<Tensor> fetch() const;
 
  private:
@@ -55,7 +55,7 @@ class PerWorkerValues {
  public:
   explicit PerWorkerValues(std::function<Value()> make) : make_(std::move(make)) {}
 
-  // This worker's, in a step. It is made at the first call, also in a worker that was started again.
+  // This worker's value, in a step. The value is made at the first call, also in a worker that was started again.
   Value& local() {
     if (!*value_) value_->emplace(make_());
     return **value_;
@@ -68,23 +68,23 @@ class PerWorkerValues {
 
 // All processes make the same coordinator and the same calls of define and run, in the same order.
 //
-// A step is computed by one worker. It begins with the servers' values of all variables that strategy.optimizer was
-// called for, and updates each of them at most once (minimize or apply_gradients): the updates of a step have its
-// number, by which a server knows one that it has already. So the step of a worker that was lost is computed again by
-// another one, and counts once. Modules' buffers and frozen parameters are each process's own.
+// A step is computed by one worker. The step begins with the servers' values of all variables that strategy.optimizer
+// was called for, and updates each at most once (minimize or apply_gradients). Its updates have its number, by which a
+// server knows one that it has already. So the step of a worker that was lost is computed again by another one, and
+// counts once. Modules' buffers and frozen parameters are each process's own.
 class ClusterCoordinator {
  public:
   // Throws InvalidArgument for a strategy that is synchronous or has a staleness bound.
   explicit ClusterCoordinator(const ParameterServerStrategy& strategy);
 
-  // What a worker does for a step: gets the tensors that it was scheduled with, returns CPU tensors or others.
+  // A worker's work for a step: gets the tensors that the step was scheduled with, returns CPU tensors or others.
   using Step = std::function<std::vector<Tensor>(const std::vector<Tensor>& arguments)>;
 
   // Throws InvalidArgument for a name that is defined already.
   void define(const std::string& name, Step step);
 
   // On the chief calls `program`; in all other processes returns when it has ended, or throws Error with what it threw.
-  // Workers compute what it schedules. Throws InvalidArgument for a run within a run.
+  // Workers compute the steps that it schedules. Throws InvalidArgument for a run within a run.
   void run(const std::function<void()>& program);
 
   // --- in `program`; any thread
@@ -98,11 +98,11 @@ class ClusterCoordinator {
   // DeadlineExceeded when no step has ended for the strategy's timeout_seconds.
   void join();
 
-  // Whether all have ended.
+  // True where all steps have ended.
   bool done() const;
 
-  // What the step returned, as CPU tensors, of 256 MiB at most: waits for it. Throws Error with what it threw, Aborted
-  // where it was cancelled, and what `join` throws.
+  // Waits for the step, and returns its result as CPU tensors, of 256 MiB at most. Throws Error with what the step
+  // threw, Aborted where it was cancelled, and what `join` throws.
   std::vector<Tensor> fetch(const RemoteValue& value) const { return value.fetch(); }
 
   // Brings the servers' values to the modules of this process: for evaluation, and before their trackable is saved. One

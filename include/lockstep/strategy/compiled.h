@@ -28,10 +28,10 @@ std::shared_ptr<StepPrograms> make_step_programs();
 }  // namespace internal
 
 // A step function for Strategy::run. With TPUStrategy it is called once for the shapes of its tensors, its modules and
-// whether they train, and its numbers; what it did to tensors is compiled, and run from then on. What it has captured
-// is fixed at that call, and what else it does is done once. Without `compiled`, run calls a function in every step,
-// and compiles it anew only where it did something else. With other strategies it is the function itself. One thread at
-// a time; copies share what was compiled.
+// whether they train, and its numbers. Its work on tensors is compiled, and run from then on. Its captures are fixed at
+// that call, and all else that it does is done once. Without `compiled`, run calls a function in every step, and
+// compiles it anew only where it did something else. With other strategies it is the function itself. One thread at a
+// time; copies share what was compiled.
 template <class Function>
 class Compiled {
  public:
@@ -56,7 +56,7 @@ Compiled<Function> compiled(Function function) {
 
 namespace internal {
 
-// What decides, beside the shapes of tensors, whether a compiled step is the same one.
+// All that decides, beside the shapes of tensors, whether a compiled step is the same one.
 struct StepKey {
   std::vector<std::int64_t> values;
   std::vector<std::weak_ptr<const void>> alive;  // without which the program cannot run any more
@@ -154,7 +154,7 @@ void add_key(const Mirrored<Holder>& value, StepKey& key) {
   add_module(value, key);
 }
 
-// What the function that is traced gets of an argument: tensors of the program, or the argument itself.
+// Returns an argument as the traced function gets it: tensors of the program, or the argument itself.
 template <class T>
 decltype(auto) traced_argument(T& value, const Tensor*& next) {
   using Value = std::remove_const_t<T>;

@@ -51,12 +51,12 @@ class DistributedIterator {
   // next step. For elements that all workers read.
   PerReplica<Example> again();
 
-  // The same as both, for replicas to read their parts in their own threads.
+  // Do as `next` and `again`, for replicas to read their parts in their own threads.
   std::optional<PerReplica<internal::Part>> next_parts();
   PerReplica<internal::Part> parts_again();
 
-  // The same of part `part` of `parts`, however many workers there are; each worker reads all elements. And the next
-  // element without its parts: false at the end.
+  // Returns the parts of part `part` of `parts`, however many workers there are; each worker reads all elements. `skip`
+  // reads the next element without parts: false at the end.
   std::optional<PerReplica<internal::Part>> next_parts_of(int part, int parts);
   bool skip();
 
@@ -78,7 +78,7 @@ class DistributedIterator {
   // in a table, only their indices and the first row are hashed, which is cheap.
   std::uint64_t element_hash() const;
 
-  // Whether each worker reads elements of its own.
+  // True where each worker reads elements of its own.
   bool is_sharded() const { return kind_ == Distribution::sharded; }
 
  private:
@@ -97,13 +97,13 @@ class DistributedIterator {
   DatasetIterator input_;
   std::shared_ptr<internal::Row> current_;            // the element that was read last
   std::vector<std::shared_ptr<internal::Row>> step_;  // one_a_worker: those of the last step
-  std::deque<std::shared_ptr<internal::Row>> again_;  // likewise: to be read once more
+  std::deque<std::shared_ptr<internal::Row>> again_;  // one_a_worker: those to be read once more
   std::int64_t examples_ = 0;
   bool ended_ = false;
 };
 
-// What Strategy::distribute returns. Copies share a count of epochs: each `for (auto& batch : distributed)` walks the
-// next one, which shuffles anew. Belongs to one thread at a time.
+// The data set that Strategy::distribute returns. Copies share a count of epochs: each `for (auto& batch :
+// distributed)` walks the next one, which shuffles anew. Belongs to one thread at a time.
 class DistributedDataset {
  public:
   DistributedDataset(Dataset dataset, Distribution kind, internal::LocalReplicas replicas)
@@ -113,7 +113,7 @@ class DistributedDataset {
   DistributedIterator iterate(Position position = {}) const { return {dataset_, kind_, replicas_, position}; }
   DistributedIterator iterate_from(FromExample from) const { return {dataset_, kind_, replicas_, from}; }
 
-  // Whether each worker reads elements of its own.
+  // True where each worker reads elements of its own.
   bool is_sharded() const { return kind_ == Distribution::sharded; }
 
   // Steps an epoch, or Dataset::kInfinite or kUnknown.

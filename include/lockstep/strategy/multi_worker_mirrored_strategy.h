@@ -15,7 +15,7 @@ namespace lockstep {
 struct CommunicationOptions {
   Implementation implementation = Implementation::automatic;
   std::string backend = "auto";              // between workers: as GroupOptions
-  std::string network = "tcp";               // likewise
+  std::string network = "tcp";               // between workers: as GroupOptions
   std::optional<double> bucket_cap_mb = {};  // gradients are sent in pieces of this size while backward goes on; empty:
                                              // a sixteenth of them, 1 to 25
   double first_bucket_mb = 1;                // the first, which is ready first
@@ -28,8 +28,8 @@ struct CommunicationOptions {
 double linear_scaling(double ratio);
 double square_root_scaling(double ratio);
 
-// Each step of fit uses a batch of the data set for each worker, so that there are fewer steps in an epoch, with more
-// examples each, when more workers come. Follows Horovod, whose batches are those of a process.
+// Each step of fit uses a batch of the data set for each worker. When more workers come, an epoch has fewer steps, with
+// more examples each. Follows Horovod, whose batches are those of a process.
 struct WorkerBatch {
   // The optimizer's rates, and those that callbacks set, are meant for so many workers. With `n` workers each is
   // multiplied by scaling(n / learning_rate_workers).
@@ -58,14 +58,14 @@ struct MultiWorkerMirroredOptions {
   CommunicationOptions communication = {};
   std::optional<Cluster> cluster = {};  // instead of what the environment says
 
-  // Each worker has the optimizer's state for its share of the variables alone, updates that share, and sends it to the
-  // others, or writes it into their memory where all are on one host: with N workers a worker needs 1/N of the memory
-  // for state. Checkpoints are whole, and may be restored by any number of workers. With GPUs the update is made in
-  // host memory. After a worker is lost in the middle of an update, the others' variables are partly updated: begin
-  // again from a checkpoint. ZeRO stage 1 (Rajbhandari et al. 2020), PyTorch's ZeroRedundancyOptimizer.
+  // Each worker has the optimizer's state for its share of the variables alone: with N workers 1/N of the memory for
+  // state. It updates that share, and sends it to the others, or writes it into their memory where all are on one host.
+  // Checkpoints are whole, and may be restored by any number of workers. With GPUs the update is made in host memory.
+  // After a worker is lost in the middle of an update, the others' variables are partly updated: begin again from a
+  // checkpoint. ZeRO stage 1 (Rajbhandari et al. 2020), PyTorch's ZeroRedundancyOptimizer.
   //
-  // With `elastic` a worker also has the state of a neighbour's share, on another host where that is possible: 2/N of
-  // the memory, and the others go on when one is lost. Where both are lost at once, fit goes back to the last backup of
+  // With `elastic` a worker also has the state of a neighbour's share, on another host where possible: 2/N of the
+  // memory. The others go on when one is lost. Where both are lost at once, fit goes back to the last backup of
   // BackupAndRestore; without one, and in ElasticLoop, StateLost is thrown on all. After Gemini (Wang et al., SOSP
   // 2023).
   bool shard_optimizer_state = false;
@@ -91,9 +91,9 @@ struct MultiWorkerMirroredOptions {
 // Copies that are found to differ end the training on all workers with InvalidArgument, which names a worker and a
 // variable, unless replace_differing_copies is set.
 //
-// A worker that is lost ends the training on all others with PeerLost, which names it. With `elastic`, `fit` goes on:
-// the others keep their memory, agree on the last step that one of them has applied, and divide the batches anew from
-// the next one on. The global batch stays, so the result is that of a run without the loss, but for rounding. Needs a
+// A worker that is lost ends the training on all others with PeerLost, which names it. With `elastic`, `fit` goes on.
+// The others keep their memory, agree on the last step that one of them has applied, and divide the batches anew from
+// the next step on. The global batch stays, so the result is that of a run without the loss, but for rounding. Needs a
 // launcher that leaves them running: `lockstep run --min-n`.
 class MultiWorkerMirroredStrategy : public Strategy {
  public:

@@ -12,8 +12,8 @@
 namespace lockstep {
 
 struct ParameterServerOptions {
-  // Of each worker, as MirroredOptions; empty: one replica a GPU, else one replica that computes on the worker's share
-  // of its host's cores.
+  // The devices of each worker, as MirroredOptions; empty: one replica a GPU, else one replica that computes on the
+  // worker's share of its host's cores.
   std::vector<std::string> devices = {};
   int threads_per_replica = 0;  // as MirroredOptions
 
@@ -27,19 +27,19 @@ struct ParameterServerOptions {
   // come. true: all workers compute each step together, each on a part of the batch, and the next step begins with its
   // update.
   bool synchronous = false;
-  // Synchronous: how many workers a step does not wait for; what they compute is then dropped (Chen et al., "Revisiting
+  // Synchronous: how many workers a step does not wait for; their work is then dropped (Chen et al., "Revisiting
   // distributed synchronous SGD", 2016).
   int spare_workers = 0;
-  // Asynchronous: how many steps a worker may have finished more than another before it waits; -1: any number (Ho et
-  // al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013).
+  // Asynchronous: how many steps a worker may be ahead of another before it waits; -1: any number. Ho et al., "More
+  // effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013.
   int staleness_bound = -1;
 
-  // DType::bfloat16: what float32 gradients are sent as, but to servers on a worker's own host, which read them in
-  // shared memory. Updates are made in float32.
+  // DType::bfloat16: float32 gradients are sent so, but to servers on a worker's own host, which read them in shared
+  // memory. Updates are made in float32.
   std::optional<DType> gradient_dtype = {};
 
   // Where the launcher gives processes no types (mpirun, srun, torchrun): the first rank is the chief, the last
-  // `num_ps` serve; an evaluator comes behind them.
+  // `num_ps` serve; an evaluator comes after them.
   std::optional<int> num_ps = {};
   bool evaluator = false;
 
@@ -50,7 +50,7 @@ struct ParameterServerOptions {
 };
 
 // All processes of the job run the same program: they make the same strategies, models and calls (compile, fit,
-// evaluate) in the same order. What a process does in `fit` depends on its role:
+// evaluate) in the same order. A process's work in `fit` depends on its role:
 //   chief      gives out steps, runs the callbacks, validates, and writes logs and checkpoints;
 //   workers    compute the steps: each of its own batch of the data set, which every worker reads;
 //   servers    (ps) own the variables, in shards, and update them by the model's optimizer;

@@ -66,7 +66,7 @@ class Mirrored : public ReplicatedModule {
     return of_replica(replica);
   }
 
-  // The same in a step.
+  // Returns a replica's copy in a step, without bringing values.
   Holder& of_replica(int replica) { return replicas_[static_cast<std::size_t>(replica)]; }
 
  private:
@@ -84,20 +84,20 @@ class ReplicatedOptimizer {
   // LossScaleOptimizer. Then apply_gradients. Throws InvalidArgument for a loss that is no scalar with a gradient.
   void minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const;
 
-  // Collective. Updates with (sum of all replicas' gradients) / (sum of their weights), so that with a loss summed over
-  // examples and `weight` the number of them, N replicas make the update of the whole batch. A replica without examples
+  // Collective. Updates with (sum of all replicas' gradients) / (sum of their weights). With a loss summed over
+  // examples, and their number as `weight`, N replicas make the update of the whole batch. A replica without examples
   // calls it with weight 0. Throws with all variables as they were when any replica failed before, and InvalidArgument
   // for a weight below 0.
   void apply_gradients(const ReplicaContext& replica, double weight) const;
 
-  // What backward must begin with before apply_gradients where the optimizer is a LossScaleOptimizer; else `loss`
-  // itself.
+  // The loss with which backward must begin before apply_gradients where the optimizer is a LossScaleOptimizer; else
+  // `loss`.
   Tensor scale_loss(const Tensor& loss) const;
 
   std::int64_t iterations() const;            // updates so far
   std::int64_t state_bytes() const;           // memory of the optimizer's state in this process
   double learning_rate() const;               // of the next update
-  double loss_scale() const;                  // likewise; 1 without a LossScaleOptimizer
+  double loss_scale() const;                  // of the next update; 1 without a LossScaleOptimizer
   void set_learning_rate(double rate) const;  // from now on, in place of the optimizer's own
 
   // The optimizer's state. With parameter servers also their variables, and rows of tables, in files of their own: the

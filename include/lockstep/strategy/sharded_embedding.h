@@ -32,11 +32,11 @@ struct ShardedEmbeddingOptions {
   std::optional<std::uint64_t> seed = {};  // of initial values; without: from set_random_seed
 };
 
-// Of ids from 0 to input_dim - 1, a row of output_dim elements each. A step reads and updates the rows of its batch
-// alone, each once however often the batch has its id. Rows are made by their first update, and read as their initial
-// values before: memory, traffic and time follow the rows that are used, and not input_dim.
+// A table of ids from 0 to input_dim - 1, with a row of output_dim elements each. A step reads and updates the rows of
+// its batch alone, each once however often the batch has its id. Rows are made by their first update, and read as their
+// initial values before: memory, traffic and time follow the rows that are used, and not input_dim.
 //
-// Rows of a batch move by the model's optimizer, and so does their state; all others stay as they are, state included
+// Rows of a batch move by the model's optimizer, and so does their state. All others stay as they are, state included
 // ("lazy" Adam: no momentum moves a row that is not in the batch). The optimizer's step counts all steps.
 //
 // For ParameterServerStrategy; `compile` throws InvalidArgument for any other, and where the model is compiled again:

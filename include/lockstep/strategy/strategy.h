@@ -31,7 +31,7 @@ namespace internal {
 struct Unwrap;  // the library's own
 }
 
-// What a step function knows about the replica that it runs on. Lives as long as the call; used by its thread alone.
+// Tells a step function of the replica that it runs on. Lives as long as the call; used by its thread alone.
 class ReplicaContext {
  public:
   ReplicaContext(int local_replica_id, const StrategyImpl& strategy)
@@ -39,7 +39,7 @@ class ReplicaContext {
 
   // Among the replicas of all workers. Throws InvalidArgument in a step that is compiled, which is the same on all.
   int replica_id() const;
-  int local_replica_id() const;  // among this process's; likewise
+  int local_replica_id() const;  // among this process's; throws it too
   int num_replicas_in_sync() const;
   const std::string& device() const;
 
@@ -64,7 +64,7 @@ class ReplicaContext {
   const StrategyImpl& strategy_;
 };
 
-// What a data set function knows about the input pipeline that it makes.
+// Tells a data set function of the input pipeline that it makes.
 struct InputContext {
   int num_input_pipelines = 1;
   int input_pipeline_id = 0;
@@ -74,7 +74,7 @@ struct InputContext {
   std::int64_t get_per_replica_batch_size(std::int64_t global_batch_size) const;
 };
 
-// While it lives, models and loops that this thread makes use the strategy; the innermost wins.
+// While this lives, models and loops that this thread makes use the strategy; the innermost wins.
 class [[nodiscard]] StrategyScope {
  public:
   explicit StrategyScope(std::shared_ptr<StrategyImpl> strategy);
@@ -98,15 +98,15 @@ class Strategy {
   int num_local_replicas() const;    // of this process
   std::vector<std::string> devices() const;
 
-  // Whether this process writes the logs and checkpoints: worker 0 does, and one that is alone.
+  // True where this process writes the logs and checkpoints: worker 0 does, and one that is alone.
   bool is_chief() const;
 
-  // Calls function(ReplicaContext&, args...) on every replica at once and returns what each returned. Of a PerReplica
-  // or ReplicatedModule argument, a replica's function gets its own element. What a replica throws aborts the others'
-  // collective operations and is rethrown here once all have ended; the strategy can be used again.
+  // Calls function(ReplicaContext&, args...) on every replica at once and returns what each returned. A replica's
+  // function gets its own element of a PerReplica or ReplicatedModule argument. An exception of a replica aborts the
+  // others' collective operations and is rethrown here once all have ended; the strategy can be used again.
   //
   // With TPUStrategy the function is traced, with replica 0's arguments, and runs as one program (see `compiled`). It
-  // returns nothing, a Tensor, an Example, or pairs and tuples of these, and reads no tensor's values. All replicas'
+  // returns nothing, a Tensor, an Example, or pairs and tuples of them, and reads no tensor's values. All replicas'
   // arguments must have the same shapes: InvalidArgument otherwise.
   template <class Function, class... Args>
   auto run(Function&& function, Args&&... args) const;

@@ -11,7 +11,7 @@ namespace lockstep {
 
 namespace internal {
 
-// Of a value with one element a replica, the replica's; any other value as it is.
+// Returns the replica's element of a value with one a replica; any other value as it is.
 template <class T>
 T& on_replica(T& value, int) {
   return value;

@@ -1,5 +1,5 @@
-// Which TPU a program uses. The chips are used through a PJRT plugin (https://openxla.org/xla/pjrt), which for TPUs is
-// libtpu.so; plugins for other devices serve as well. Follows tf.distribute.cluster_resolver.TPUClusterResolver.
+// Chooses the TPU of a program. The chips are used through a PJRT plugin (https://openxla.org/xla/pjrt), which for TPUs
+// is libtpu.so; plugins for other devices serve as well. Follows tf.distribute.cluster_resolver.TPUClusterResolver.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace lockstep {
 
-// What a plugin documents of its client's options, such as {"cpu_device_count", std::int64_t{8}}.
+// Options of the client that the plugin documents, such as {"cpu_device_count", std::int64_t{8}}.
 using PluginOptions = std::vector<std::pair<std::string, std::variant<std::string, std::int64_t, bool, float>>>;
 
 struct TPUClusterResolverOptions {
@@ -29,12 +29,12 @@ struct TPUClusterResolverOptions {
   double start_timeout_seconds = 300;  // until all processes have come; then until all have opened their devices
 };
 
-// Which TPU a program uses. A value.
+// The TPU that a program uses. A value.
 class TPUClusterResolver {
  public:
   // `tpu`: empty or "local" for this machine's chips, or their name, as the environment's TPU_NAME gives it. Throws
-  // InvalidArgument for another name: a program uses the chips of the machine that it runs on, and with other processes
-  // those of theirs; and where start_timeout_seconds is not above 0.
+  // InvalidArgument for another name: a program uses the chips of its own machine, and with other processes those of
+  // theirs. Throws it also where start_timeout_seconds is not above 0.
   explicit TPUClusterResolver(std::string tpu = "", TPUClusterResolverOptions options = {});
 
   const std::string& tpu() const { return tpu_; }
@@ -52,13 +52,13 @@ struct TPUTopology {
   std::shared_ptr<const void> system = {};  // keeps the devices open
 };
 
-// Loads the plugin and opens the devices, which stay open as long as a strategy, or what this returns, uses them. A
-// TPUStrategy does it by itself; called before, it says what there is. It, or the first TPUStrategy, must come before
-// the process's first backward. Collective over the processes of a TPU of several hosts: keep what it returns in all of
-// them, or in none. Throws DeviceError where the first backward was before it, where there is no plugin or no device,
-// and where the plugin's devices are not those of the processes; ClusterError as MultiWorkerMirroredStrategy, and where
-// another process failed; and DeadlineExceeded naming processes that have not come, or the plugin that has not opened
-// its devices.
+// Loads the plugin and opens the devices, which stay open as long as a strategy, or the result, uses them. A
+// TPUStrategy does so by itself; this call before tells which devices there are. The call, or the first TPUStrategy,
+// must come before the process's first backward. Collective over the processes of a TPU of several hosts: keep the
+// result in all of them, or in none. Throws DeviceError after the first backward, without a plugin or a device, and
+// where the plugin's devices are not those of the processes. Throws ClusterError as MultiWorkerMirroredStrategy, and
+// where another process failed. Throws DeadlineExceeded, which names processes that have not come, or the plugin that
+// has not opened its devices.
 TPUTopology initialize_tpu_system(const TPUClusterResolver& resolver = TPUClusterResolver());
 
 }  // namespace lockstep

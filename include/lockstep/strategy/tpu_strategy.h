@@ -16,12 +16,12 @@ struct TPUStrategyOptions {
 };
 
 // One replica a core, whose variables stay on the device for the whole training. fit, evaluate and predict trace a
-// model's step once for the shapes of its batches, and compile it; so does run for a step function. What they trace may
-// use all of torch, but must not read values of tensors, as item() does: an error says where it does.
+// model's step once for the shapes of its batches, and compile it; so does run for a step function. Traced code may use
+// all of torch, but must not read values of tensors, as item() does: an error says where it does.
 //
-// A TPU of several hosts (a pod): the same program is started once on each host, makes the same strategies, models and
-// calls in the same order, and gives its own chips their part of each batch. Initial values are those of the process
-// with rank 0 (the chief), who alone writes logs and checkpoints. A process that is lost ends the training of all.
+// A TPU of several hosts (a pod): start one program once on each host. All make the same strategies, models and calls
+// in the same order. Each gives its own chips their part of each batch. Initial values are those of the process with
+// rank 0 (the chief), who alone writes logs and checkpoints. A process that is lost ends the training of all.
 class TPUStrategy : public Strategy {
  public:
   // Collective over the processes. Throws what initialize_tpu_system throws, and InvalidArgument

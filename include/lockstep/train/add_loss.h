@@ -9,8 +9,8 @@ namespace lockstep {
 // or evaluate computes in this thread: for a layer's forward. Each replica's counts by its share of the batch. Does
 // nothing in predict, and in loops of your own, which add such losses themselves.
 //
-// Throws InvalidArgument for another tensor, where the model's loss is a sum (Reduction::sum), and in layers that are
-// recomputed or lie in stages of a pipeline, where it would have no gradient.
+// Throws InvalidArgument for another tensor, and where the model's loss is a sum (Reduction::sum). Throws it in layers
+// that are recomputed or lie in stages of a pipeline, where the loss would have no gradient.
 void add_loss(const Tensor& scalar);
 
 }  // namespace lockstep

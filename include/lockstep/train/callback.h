@@ -1,5 +1,5 @@
 // Callbacks of fit. Names, options and order of calls are those of keras.callbacks. All are called by the thread that
-// called fit, between steps. What one throws ends fit and comes out of it.
+// called fit, between steps. An exception of a callback ends fit and comes out of fit.
 #pragma once
 
 #include <concepts>
@@ -16,7 +16,7 @@ namespace lockstep {
 
 class Model;
 
-// What a fit will do, as far as it is known.
+// The plan of a fit, as far as it is known.
 struct FitPlan {
   int epochs = 1;
   std::int64_t steps = -1;  // an epoch; -1 when the data set does not tell
@@ -42,17 +42,17 @@ class Callback {
   // SIGINT or SIGTERM came: the step is whole and fit is about to throw Interrupted.
   virtual void on_interrupt() {}
 
-  // What a full checkpoint keeps of this callback, so that a training that goes on after a restart does as if it had
-  // never stopped. Entries begin with `prefix`. As a Trackable's, `load` checks everything, changes nothing, and
-  // returns what makes the change and cannot fail: so a checkpoint is loaded whole or not at all.
+  // The callback's state in a full checkpoint: a training that goes on after a restart does as if it had never stopped.
+  // Entries begin with `prefix`. As a Trackable's, `load` checks everything, changes nothing, and returns what makes
+  // the change and cannot fail: so a checkpoint is loaded whole or not at all.
   virtual void save(Archive& /*archive*/, const std::string& /*prefix*/) const {}
   virtual std::function<void()> load(const Archive& /*archive*/, const std::string& /*prefix*/) {
     return [] {};
   }
 
-  // Callbacks are called in the order of these values, those with the same value in the order in which they were given:
-  // what saves the state of others comes after them; then what restores the state of the training, what broadcasts it
-  // to other processes, and what needs it as training begins.
+  // Callbacks are called in the order of these values, then in the order in which they were given. Those that save the
+  // state of others come after them; then those that restore the training's state, that broadcast it to other
+  // processes, and that need it as training begins.
   enum class Order { normal, saves_state, restores_state, broadcasts_state, needs_state };
   virtual Order order() const { return Order::normal; }
 
@@ -60,7 +60,7 @@ class Callback {
   // alone. It must not save or evaluate the model, which all workers do together.
   virtual bool only_on_chief() const { return false; }
 
-  // Of those that are only_on_chief: the worker that was the chief is lost, and this process is the chief from now on.
+  // For those that are only_on_chief: the worker that was the chief is lost, and this process is the chief from now on.
   // Where it was lost at the end of an epoch, that epoch's on_epoch_end comes next, which it may have been called with.
   virtual void on_become_chief() { on_train_begin(); }
 
@@ -69,9 +69,9 @@ class Callback {
   // where the others had it long before.
   virtual void on_join() { on_train_begin(); }
 
-  // Where workers of an elastic strategy were lost together that alone had a part of the training's state (StateLost):
-  // reads a state from which it can go on, changes nothing, and returns what puts that in place and cannot fail; null
-  // where there is none. All workers call it together, and again where another one is lost meanwhile.
+  // Called where workers of an elastic strategy were lost together that alone had a part of the state (StateLost).
+  // Reads a state from which training can go on, and changes nothing. Returns a function that puts it in place and
+  // cannot fail; null where there is none. All workers call it together, and again where another one is lost meanwhile.
   virtual std::function<void()> on_state_lost() { return nullptr; }
 
   // Called once, before on_train_begin.

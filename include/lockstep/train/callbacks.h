@@ -15,7 +15,7 @@
 namespace lockstep {
 
 // Event files for TensorBoard: `log_dir`/train with epoch_loss, epoch_accuracy, ... and epoch_learning_rate,
-// `log_dir`/validation likewise.
+// `log_dir`/validation alike.
 struct TensorBoardOptions {
   std::int64_t update_freq = 0;  // also batch_loss, ... every so many batches; 0: at the end of epochs only
 };

@@ -31,14 +31,14 @@ namespace lockstep {
 //     const double accuracy = loop.run([&] { return evaluate(strategy, net, test_data); });
 //   }
 //
-// When a worker is lost in a call of this object, the others regroup, take what one of them has updated and they have
-// not, divide the batch anew where nobody has, and go on. When one is lost elsewhere, the next call notices. A newcomer
-// runs the program from its beginning to its first for_each, where it gets the others' state and position, and goes on
-// with them: so what comes before for_each in the loop's body is also done once by a newcomer, alone. A worker that
-// gets SIGTERM leaves behind its step; when all get SIGINT or SIGTERM, all stop behind the same one.
+// When a worker is lost in a call of this object, the others regroup and go on. They take an update that one of them
+// has made and they have not; where nobody has, they divide the batch anew. When one is lost elsewhere, the next call
+// notices. A newcomer runs the program from its beginning to its first for_each. There it gets the others' state and
+// position, and goes on with them. So a newcomer also does once, alone, what comes before for_each in the loop's body.
+// A worker that gets SIGTERM leaves after its step; when all get SIGINT or SIGTERM, all stop after the same one.
 //
-// One thread, outside of Strategy::run. While it lives it handles SIGINT and SIGTERM. When it is destroyed other than
-// by an exception, the training has ended, and no newcomer is taken in any more.
+// One thread, outside of Strategy::run. While an ElasticLoop lives it handles SIGINT and SIGTERM. When it is destroyed
+// other than by an exception, the training has ended, and no newcomer is taken in any more.
 class ElasticLoop {
  public:
   // Each step makes one update, of `optimizer`. `objects`: all else that the loop changes, for newcomers; they must
@@ -49,20 +49,21 @@ class ElasticLoop {
   ElasticLoop(const ElasticLoop&) = delete;
   ElasticLoop& operator=(const ElasticLoop&) = delete;
 
-  // Walks the batches of the data set's next epoch; always the same data set. `step(batch)` makes a step on the
-  // replicas and returns what they found: a PerReplica of double or of std::array<double, N>. `done(sums)` gets the
-  // sums over the replicas of all workers, on a mesh one of those with the same examples, once for each step, and must
-  // not communicate.
+  // Walks the next epoch of the data set, which is always the same. `step(batch)` makes a step on the replicas and
+  // returns their numbers: a PerReplica of double or of std::array<double, N>. `done(sums)` gets the sums over the
+  // replicas of all workers, on a mesh one of those with the same examples, once for each step, and must not
+  // communicate.
   //
   // Where a worker is lost between an update and these sums, its part of them may be missing, but not of the update.
   //
   // False, and nothing is done, on a newcomer that has come after the training ended.
   //
   // Throws what `step` throws. The others of an elastic strategy then go on without this worker, whose machine may be
-  // at fault; where a second one throws in the same step, all do, as those of other strategies. Also InvalidArgument
-  // where an elastic strategy's workers do not all read the same data (AutoShardPolicy::data); ClusterError where fewer
-  // than min_workers are left and none come; StateLost, on all, where workers were lost together that alone had a part
-  // of a sharded optimizer's state: load a checkpoint of everything, the loop too, then call it again; and Interrupted.
+  // at fault. Where a second one throws in the same step, all do, as those of other strategies. Throws InvalidArgument
+  // where an elastic strategy's workers do not all read the same data (AutoShardPolicy::data). Throws ClusterError
+  // where fewer than min_workers are left and none come, and Interrupted. Throws StateLost, on all, where workers were
+  // lost together that alone had a part of a sharded optimizer's state. Load a checkpoint of everything then, the loop
+  // too, and call for_each again.
   template <class Step, class Done>
   bool for_each(const DistributedDataset& data, const Step& step, const Done& done);
 

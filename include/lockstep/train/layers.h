@@ -59,7 +59,7 @@ struct BuiltLayer {
   std::function<Tensor(const Tensor&)> forward;
 };
 
-// What a layer is. Immutable. The base of one of your own that infers sizes.
+// The description of a layer. Immutable. The base of one of your own that infers sizes.
 class LayerSpec {
  public:
   virtual ~LayerSpec() = default;

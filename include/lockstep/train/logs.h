@@ -24,7 +24,7 @@ class Logs {
   std::vector<std::pair<std::string, double>> items_;
 };
 
-// What fit returns: for each name, its value at the end of each epoch.
+// The result of fit: for each name, its value at the end of each epoch.
 struct History {
   std::vector<int> epoch;
   std::map<std::string, std::vector<double>> history;

@@ -27,7 +27,7 @@ class Loss {
   // A loss of your own.
   Loss(std::string name, Function function, Reduction reduction = Reduction::sum_over_batch_size);
 
-  // The same of a lambda or function pointer, by the name "loss".
+  // A loss of a lambda or function pointer, by the name "loss".
   template <class F>
   requires(!std::derived_from<F, Loss> && !std::convertible_to<F, std::string>) Loss(const F& function)
       : Loss("loss", checked(function)) {}  // NOLINT: Keras takes functions
@@ -40,16 +40,16 @@ class Loss {
   // The reduced loss, a scalar. sample_weight: [batch], or the values' shape; undefined for none.
   Tensor operator()(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight = {}) const;
 
-  // The same as a sum and what it is to be divided by, so that parts of a batch can be put together exactly.
+  // The loss as a sum and its divisor, so that parts of a batch can be put together exactly.
   struct Terms {
     Tensor sum;
     double divisor = 0;
   };
   Terms terms(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight = {}) const;
 
-  // The same for a step that is compiled, which may not read values, and whose batch was filled up with examples that
-  // do not count. counts: [batch], 1 for those that do, else 0. Throws InvalidArgument where the loss gives one number
-  // for the batch.
+  // Sum and divisor for a step that is compiled, which may not read values, and whose batch was filled up with examples
+  // that do not count. counts: [batch], 1 for those that do, else 0. Throws InvalidArgument where the loss gives one
+  // number for the batch.
   struct MaskedTerms {
     Tensor sum, divisor;  // scalars; the divisor is 1 with Reduction::sum
   };

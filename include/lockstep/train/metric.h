@@ -15,7 +15,7 @@
 
 namespace lockstep {
 
-// What a metric is. Immutable; any thread. The base of one of your own.
+// The description of a metric. Immutable; any thread. The base of one of your own.
 class MetricFunction {
  public:
   virtual ~MetricFunction() = default;
@@ -32,7 +32,7 @@ class MetricFunction {
   virtual Mode better() const { return Mode::automatic; }
 };
 
-// A value: a shared handle to what a metric is.
+// A value: a shared handle to a metric's description.
 class Metric {
  public:
   // Throws InvalidArgument for null.

@@ -1,4 +1,4 @@
-// In which precision models compute. Names are those of keras.mixed_precision. Torch-free; any thread may call.
+// The precision in which models compute. Names are those of keras.mixed_precision. Torch-free; any thread may call.
 #pragma once
 
 #include <string>

@@ -37,7 +37,7 @@ struct CompileOptions {
   std::vector<Metric> weighted_metrics = {};  // computed with sample weights
 
   // On one GPU: after three batches of one shape, records a step as a CUDA graph and replays it for each further one.
-  // The host's part of the model is not run again, so every step must call the same operators, whatever the data, and a
+  // The host's part of the model is not run again. So every step must call the same operators, whatever the data. A
   // metric that throws does so after the step's update. Not where the loss is scaled or examples have weights; on CPUs
   // it changes nothing.
   bool jit_compile = false;
@@ -48,7 +48,7 @@ struct CompileOptions {
 };
 
 struct FitOptions {
-  // As steps_per_epoch: the epoch lasts until a callback ends it by stop_training.
+  // A value of steps_per_epoch: the epoch lasts until a callback ends it by stop_training.
   static constexpr std::int64_t kEndless = std::numeric_limits<std::int64_t>::max();
 
   int epochs = 1;
@@ -119,7 +119,7 @@ class Model {
   // first dimension.
   Tensor predict(const Dataset& data, const PredictOptions& options = {});
 
-  // Keras's: one step on one global batch, its loss and metrics. What one worker refuses ends the training of all.
+  // Makes one step on one global batch, as in Keras. Returns loss and metrics. One worker's error ends the training.
   Logs train_on_batch(const Example& batch);
 
   // The sizes of an input without its batch dimension; fit does this with the first batch.
@@ -152,11 +152,11 @@ class Model {
   Strategy strategy() const;
   // Throws InvalidArgument before the model is built. With parameter servers, as they are now.
   ReplicatedModule module() const;
-  ReplicatedOptimizer optimizer() const;  // likewise, and before compile
+  ReplicatedOptimizer optimizer() const;  // throws it also before compile
 
-  // Replica 0's own module, as the factory made it: for torch::save, for a forward of your own (call eval() on it
-  // before, and train() after it), or to read its members. All replicas have the same parameters; change them by fit,
-  // or by load_weights. Its requires_grad holds for all replicas from the next epoch (with parameter servers: the next
+  // Replica 0's own module, as the factory made it: for torch::save, for a forward of your own (call eval() before and
+  // train() after the forward), or to read its members. All replicas have the same parameters; change them by fit, or
+  // by load_weights. Its requires_grad holds for all replicas from the next epoch (with parameter servers: the next
   // fit) or train_on_batch on. Compile again before a parameter is trained that was frozen when the model was compiled.
   // Buffers, such as those of BatchNorm, are replica 0's own. Evaluation, prediction and save_weights use the replicas'
   // mean, in which a replica counts by the examples that it has seen. Throws InvalidArgument where the module is not an

@@ -76,14 +76,14 @@ struct BackupAndRestoreOptions {
   bool background = false;        // as ModelCheckpointOptions
 };
 
-// Keeps the full state of training in `backup_dir` and goes on from it when fit begins, in the middle of an epoch too:
-// a run that was killed and started again ends with the same bits as one that never was. A program that fails after fit
-// has ended, and is started again, finds the training at its end and does not train anew. Each job needs a folder of
-// its own: where another one uses it, fit throws IoError when training begins.
+// Keeps the full state of training in `backup_dir`, and goes on from the last backup when fit begins, in the middle of
+// an epoch too. A run that was killed and started again ends with the same bits as one that never was. A program that
+// fails after fit has ended, and is started again, finds the training at its end and does not train anew. Each job
+// needs a folder of its own: where another one uses it, fit throws IoError when training begins.
 //
-// The backup before the last one is kept too, but for jobs with parameter servers: where the last one is cut short or
-// altered, fit goes on from that, with a warning. Where a backup cannot be written (the disk is full) the training goes
-// on with a warning; the one at its end throws IoError.
+// The backup before the last one is kept too, but for jobs with parameter servers. Where the last one is cut short or
+// altered, fit goes on from the one before, with a warning. Where a backup cannot be written (the disk is full) the
+// training goes on with a warning; the one at its end throws IoError.
 class BackupAndRestore : public Callback {
  public:
   explicit BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options = {});

@@ -267,7 +267,7 @@ void BackupAndRestore::on_train_begin() {
                    "): fit only restores it. To train anew, remove that file"));
 }
 
-// The chief does so, again where other workers are lost meanwhile.
+// Made again by the chief where another worker is lost meanwhile.
 void BackupAndRestore::take_folder() {
   const bool done_here = checkpoint::keep_at_success(file_);
   checkpoint::keep_at_success(previous_);
@@ -283,12 +283,9 @@ void BackupAndRestore::take_folder() {
   checkpoint::remove_checkpoint(previous_);
 }
 
-// As the chief sees the folder.
 bool BackupAndRestore::is_there() const {
   const auto& workers = unwrap(model()).topology.all;
-  bool there = false;
-  workers.run_on_rank_0([&] { there = checkpoint::file_exists(file_); });
-  return !workers.broadcast(there ? "there" : "").empty();
+  return workers.any(workers.rank() == 0 && checkpoint::file_exists(file_));
 }
 
 std::function<void()> BackupAndRestore::on_state_lost() {
