@@ -45,39 +45,39 @@ struct ClusterCoordinator::State {
   explicit State(std::shared_ptr<StrategyImpl> of) : strategy(std::move(of)) {}
 
   const std::shared_ptr<StrategyImpl> strategy;
+  parameter_server::ServerCluster& servers = *strategy->servers();
   std::map<std::string, Step> steps = {};
   bool running = false;
 
-  parameter_server::ServerCluster& servers() const { return *strategy->servers(); }
   double timeout_seconds() const { return strategy->settings().timeout_seconds; }
 
   // The chief's. Throws InvalidArgument elsewhere.
   const std::shared_ptr<parameter_server::StepQueue>& queue() const {
-    if (servers().is_chief()) return servers().coordinator().steps();
+    if (servers.is_chief()) return servers.coordinator().steps();
     throw InvalidArgument("ClusterCoordinator: only the chief schedules steps and waits for them");
   }
   void begin(std::int64_t call) const {
     for (const auto& path : strategy->paths_of_loops()) {
       const auto& client = *strategy::servers_of(*path);
-      if (servers().was_trained(client)) continue;  // the program has to restore a checkpoint
-      servers().claims_first_values(client);
-      if (servers().tell_training(client)) path->sync().store(strategy->deadline());
-      servers().coordinator().set_trained_by_program(client.model());
+      if (servers.was_trained(client)) continue;  // the program has to restore a checkpoint
+      servers.claims_first_values(client);
+      if (servers.tell_training(client)) path->sync().store(strategy->deadline());
+      servers.coordinator().set_trained_by_program(client.model());
     }
-    servers().coordinator().begin_steps(call);
+    servers.coordinator().begin_steps(call);
   }
 
   void require_known() const {
-    for (const auto& path : strategy->paths_of_loops()) servers().require_known(*strategy::servers_of(*path));
+    for (const auto& path : strategy->paths_of_loops()) servers.require_known(*strategy::servers_of(*path));
   }
 
   void work(std::int64_t call) const {
     std::optional<Report> report;
     while (true) {
       const auto ask = [&](auto& chief, Deadline deadline) {
-        return chief.next(call, servers().roles().index, report, deadline);
+        return chief.next(call, servers.roles().index, report, deadline);
       };
-      const auto next = servers().ask_chief(ask, {}, /*is_short=*/false);
+      const auto next = servers.ask_chief(ask, {}, /*is_short=*/false);
       report.reset();
       if (next.kind == Assignment::Kind::over) return;
       if (next.kind == Assignment::Kind::task) report = compute(next);
@@ -115,7 +115,7 @@ std::vector<Tensor> RemoteValue::fetch() const {
 
 ClusterCoordinator::ClusterCoordinator(const ParameterServerStrategy& strategy)
     : state_(std::make_shared<State>(internal::Unwrap::pointer(strategy))) {
-  const auto& mode = state_->servers().mode();
+  const auto& mode = state_->servers.mode();
   if (mode.parts == 1 && mode.most_ahead < 0) return;
   throw InvalidArgument(
       "ClusterCoordinator: its steps are asynchronous, so the strategy can be neither synchronous nor have a "
@@ -128,7 +128,7 @@ void ClusterCoordinator::define(const std::string& name, Step step) {
 }
 
 void ClusterCoordinator::run(const std::function<void()>& program) {
-  auto& servers = state_->servers();
+  auto& servers = state_->servers;
   if (std::exchange(state_->running, true)) throw InvalidArgument("ClusterCoordinator::run: it runs already");
   const std::shared_ptr<void> ended(nullptr, [state = state_](void*) { state->running = false; });
   const auto call = servers.next_call("ClusterCoordinator::run");
@@ -163,7 +163,7 @@ RemoteValue ClusterCoordinator::schedule(const std::string& name, const std::vec
 
 void ClusterCoordinator::join() { state_->queue()->join(state_->timeout_seconds()); }
 
-bool ClusterCoordinator::done() const { return !state_->servers().is_chief() || state_->queue()->done(); }
+bool ClusterCoordinator::done() const { return !state_->servers.is_chief() || state_->queue()->done(); }
 
 void ClusterCoordinator::pull_variables() {
   for (const auto& path : state_->strategy->paths_of_loops()) path->sync().fetch(state_->strategy->deadline());

@@ -74,16 +74,18 @@ strategy::StrategySettings settings_of(ParameterServerOptions options) {
   return settings;
 }
 
+const parameter_server::Roles& roles_in(const ParameterServerStrategy& strategy) {
+  return unwrap(strategy).servers()->roles();
+}
+
 }  // namespace
 
 ParameterServerStrategy::ParameterServerStrategy(ParameterServerOptions options)
     : Strategy(std::make_shared<StrategyImpl>(settings_of(std::move(options)))) {}
 
-std::string ParameterServerStrategy::task_type() const {
-  return parameter_server::name_of(unwrap(*this).servers()->roles().mine);
-}
-int ParameterServerStrategy::task_index() const { return unwrap(*this).servers()->roles().index; }
-int ParameterServerStrategy::num_workers() const { return unwrap(*this).servers()->roles().workers; }
-int ParameterServerStrategy::num_ps() const { return unwrap(*this).servers()->roles().servers; }
+std::string ParameterServerStrategy::task_type() const { return parameter_server::name_of(roles_in(*this).mine); }
+int ParameterServerStrategy::task_index() const { return roles_in(*this).index; }
+int ParameterServerStrategy::num_workers() const { return roles_in(*this).workers; }
+int ParameterServerStrategy::num_ps() const { return roles_in(*this).servers; }
 
 }  // namespace lockstep

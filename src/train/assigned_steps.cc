@@ -7,9 +7,9 @@
 #include "strategy/parameter_server_sync.h"
 #include "strategy/split.h"
 #include "train/fit_options.h"
+#include "train/led_by_chief.h"
 #include "train/local_state.h"
 #include "train/model_impl.h"
-#include "train/step_source.h"
 
 namespace lockstep::train {
 namespace {
@@ -18,8 +18,14 @@ constexpr std::chrono::milliseconds kBetweenLooks(200);
 
 class AssignedSteps final : public StepSource {
  public:
-  AssignedSteps(ModelImpl& impl, const Dataset& data, const FitOptions& options)
-      : impl_(impl), data_(data), options_(options), coordinator_(impl.servers()->coordinator()) {
+  AssignedSteps(ModelImpl& impl, parameter_server::ServerCluster& servers, std::int64_t call, const Dataset& data,
+                const FitOptions& options)
+      : impl_(impl),
+        servers_(servers),
+        call_(call),
+        data_(data),
+        options_(options),
+        coordinator_(servers.coordinator()) {
     const auto policy = data.options().auto_shard_policy;
     if (policy == AutoShardPolicy::file || policy == AutoShardPolicy::off) {
       throw InvalidArgument(
@@ -27,7 +33,7 @@ class AssignedSteps final : public StepSource {
           "auto_shard_policy must be AutoShardPolicy::automatic or data");
     }
     const auto& client = *strategy::servers_of(*impl.gradients);
-    if (impl.servers()->claims_first_values(client)) store();
+    if (servers.claims_first_values(client)) store();
   }
 
   std::int64_t steps_of_an_epoch() override {
@@ -49,7 +55,7 @@ class AssignedSteps final : public StepSource {
   bool next(const std::function<bool()>& interrupted) override {
     const auto deadline = unwrap(impl_.strategy).deadline();
     while (!coordinator_.step_is_ready(Deadline::after(kBetweenLooks), deadline)) {
-      if (interrupted()) return false;
+      if ((interrupted_ = interrupted())) return false;
     }
     step_ = coordinator_.wait_for_step(deadline);
     return step_.has_value();
@@ -71,10 +77,18 @@ class AssignedSteps final : public StepSource {
   }
 
   void stop() override { coordinator_.stop(); }
+  bool was_interrupted() const override { return interrupted_; }
+
+  void require_known_trainable(bool changed) const override {
+    if (!changed) return;
+    throw InvalidArgument(
+        "fit: a callback changed which parameters require gradients. With parameter servers that holds for a whole "
+        "fit, as the workers were told when it began: change it before fit, and on all processes");
+  }
 
   // Where workers do not wait for each other.
   void add_to(Logs& logs) const override {
-    if (impl_.servers()->mode().parts == 1 && steps_ > 0) logs.set("staleness", staleness_ / steps_);
+    if (servers_.mode().parts == 1 && steps_ > 0) logs.set("staleness", staleness_ / steps_);
   }
 
  private:
@@ -82,13 +96,13 @@ class AssignedSteps final : public StepSource {
 
   void begin() {
     const auto& client = *strategy::servers_of(*impl_.gradients);
-    impl_.servers()->require_known(client);
-    if (impl_.servers()->tell_training(client)) store();  // a server may have been started again before
+    servers_.require_known(client);
+    if (servers_.tell_training(client)) store();  // a server may have been started again before
     batch_size_ = strategy::first_element(data_, impl_.replicas(), impl_.progress.position.epoch).size();
     find_position();
     impl_.progress.batch_size = batch_size_;
     coordinator_.begin(
-        impl_.call, client.model(), impl_.servers()->mode(),
+        call_, client.model(), servers_.mode(),
         text(describe_fit(impl_, data_, options_, impl_.replicas()), "\n", impl_.parameters->describe_frozen()),
         print_local_state(impl_), impl_.progress.uncounted);
   }
@@ -112,19 +126,22 @@ class AssignedSteps final : public StepSource {
   void set_learning_rate() { coordinator_.set_learning_rate(impl_.gradients->updater().learning_rate_override()); }
 
   ModelImpl& impl_;
+  parameter_server::ServerCluster& servers_;
+  const std::int64_t call_;
   const Dataset& data_;
   const FitOptions& options_;
   parameter_server::Coordinator& coordinator_;
   std::optional<parameter_server::Coordinator::FinishedStep> step_;  // that finished
   double staleness_ = 0, steps_ = 0;                                 // of this epoch, in this process
-  bool begun_ = false;
+  bool begun_ = false, interrupted_ = false;
   std::int64_t batch_size_ = 0;  // examples
 };
 
 }  // namespace
 
-std::unique_ptr<StepSource> assigned_steps(ModelImpl& impl, const Dataset& data, const FitOptions& options) {
-  return std::make_unique<AssignedSteps>(impl, data, options);
+std::unique_ptr<StepSource> assigned_steps(ModelImpl& impl, parameter_server::ServerCluster& servers, std::int64_t call,
+                                           const Dataset& data, const FitOptions& options) {
+  return std::make_unique<AssignedSteps>(impl, servers, call, data, options);
 }
 
 }  // namespace lockstep::train

@@ -13,6 +13,7 @@
 #include "train/added_losses.h"
 #include "train/model_impl.h"
 #include "train/shapes.h"
+#include "train/step_clock.h"
 
 namespace lockstep::train {
 namespace {
@@ -117,18 +118,17 @@ std::shared_ptr<const CompiledModel::Compiled> CompiledModel::program_for(Kind k
 }
 
 Tensors CompiledModel::trace(Kind kind, const Example& part, const Tensor& counts, Compiled& compiled) const {
-  ReplicaContext replica(0, unwrap(impl_.strategy));
   auto& trace = *ops::current_trace();
   trace.set_counts(counts);
   const at::AutoGradMode with_gradients(kind == Kind::train);
   const AddedLosses added(kind == Kind::train ? AddedLosses::Use::with_gradients : AddedLosses::Use::values_alone);
-  const auto outputs = impl_.outputs_of(replica, part);
+  const auto outputs = outputs_of(0, part);
   compiled.output_sizes = outputs.sizes().vec();
   if (kind == Kind::predict) return {outputs};
   const auto& loss_function = impl_.compiled->loss;
   const auto loss = added.add_to(loss_function.masked_terms(part.y, outputs, part.weight, counts), loss_function);
   if (kind == Kind::train) {
-    impl_.require_gradient(loss.sum);
+    require_gradient(loss.sum);
     loss.sum.backward();
     const bool is_sum = loss_function.reduction() == Reduction::sum;  // which is not divided by anything
     impl_.gradients->apply_traced(trace, {is_sum ? counts.sum() : loss.divisor, !is_sum});
@@ -183,17 +183,22 @@ void CompiledModel::check_labels(const Example& part, const Compiled& compiled) 
   class_labels("SparseCategoricalCrossentropy", part.y, at::empty({1}).expand(sizes));
 }
 
-CompiledModel::Prepared CompiledModel::prepare(Kind kind, std::vector<Parts>& batches) {
-  Prepared prepared{.kind = kind, .inputs = read(batches)};
-  const auto& inputs = prepared.inputs;
+void CompiledModel::fetch_for_forward() const { impl_.parameters->fetch(unwrap(impl_.strategy).deadline()); }
+
+// Reads the batches, and begins to copy them to the devices, also while these compute.
+std::unique_ptr<CompiledModel::Launch> CompiledModel::launch(Kind kind, std::vector<Parts>& batches) {
+  auto launch = std::make_unique<Launch>();
+  launch->kind = kind;
+  launch->inputs = read(batches);
+  const auto& inputs = launch->inputs;
   std::vector<bool> here;
   for (std::size_t step = 0; step < inputs[0].size(); ++step)
     here.push_back(kind == Kind::train && updates(inputs, step));
   const auto& workers = impl_.topology.all;
   const auto all =
       agree_on_launch(workers, workers.size() == 1 ? "" : described(kind, inputs), inputs, std::move(here));
-  prepared.compiled = program_for(kind, inputs, all);
-  const auto& compiled = *prepared.compiled;
+  launch->compiled = program_for(kind, inputs, all);
+  const auto& compiled = *launch->compiled;
   const auto count = static_cast<std::size_t>(steps(kind, inputs));
   std::vector<Tensors> filled(inputs.size());
   unwrap(impl_.strategy).on_replicas([&](int replica) {
@@ -213,27 +218,26 @@ CompiledModel::Prepared CompiledModel::prepare(Kind kind, std::vector<Parts>& ba
       mine.push_back(count == 1 ? stacked[0] : at::stack(stacked));
     }
   });
-  prepared.updates = all.updates;
-  prepared.updates.resize(count, false);
-  prepared.copied = compiled.program->copy(filled);
-  return prepared;
+  launch->updates = all.updates;
+  launch->updates.resize(count, false);
+  launch->copied = compiled.program->copy(filled);
+  return launch;
 }
 
-std::vector<std::vector<Tensor>> CompiledModel::run(Prepared& prepared, const std::function<void()>& meanwhile) const {
-  const auto count = static_cast<int>(prepared.updates.size());
-  const auto launched = prepared.compiled->program->launch({.inputs = std::move(prepared.copied),
-                                                            .seeds = seeds(prepared.kind, count),
-                                                            .updates = std::move(prepared.updates)});
+std::vector<std::vector<Tensor>> CompiledModel::run(Launch& launch, const std::function<void()>& meanwhile) const {
+  const auto count = static_cast<int>(launch.updates.size());
+  const auto launched = launch.compiled->program->launch(
+      {.inputs = std::move(launch.copied), .seeds = seeds(launch.kind, count), .updates = std::move(launch.updates)});
   return unwrap(impl_.strategy).results(*launched, meanwhile);
 }
 
 // results: [replica][result], of several steps [step, ...].
-std::vector<PerReplica<StepResult>> CompiledModel::counted(const Prepared& prepared,
+std::vector<PerReplica<StepResult>> CompiledModel::counted(const Launch& launch,
                                                            const std::vector<std::vector<Tensor>>& results,
                                                            Tracker& tracker) const {
-  const auto& inputs = prepared.inputs;
+  const auto& inputs = launch.inputs;
   const auto of_step = [&](const Tensor& all, std::size_t step) {
-    return steps(prepared.kind, inputs) == 1 ? all : all.select(0, static_cast<std::int64_t>(step));
+    return steps(launch.kind, inputs) == 1 ? all : all.select(0, static_cast<std::int64_t>(step));
   };
   std::vector<PerReplica<StepResult>> counted;
   for (std::size_t step = 0; step < inputs[0].size(); ++step) {
@@ -255,30 +259,38 @@ std::vector<PerReplica<StepResult>> CompiledModel::counted(const Prepared& prepa
   return counted;
 }
 
-std::vector<PerReplica<StepResult>> CompiledModel::train(Prepared prepared, Tracker& tracker,
+std::vector<PerReplica<StepResult>> CompiledModel::train(std::vector<Parts>& batches, Tracker& tracker,
+                                                         std::unique_ptr<Prepared> prepared,
                                                          const std::function<void()>& meanwhile) {
-  const auto results = run(prepared, meanwhile);
-  for (std::size_t replica = 0; replica < prepared.inputs.size(); ++replica) {
-    for (const auto& part : prepared.inputs[replica])
+  Lap lap;
+  if (!prepared) prepared = prepare(batches);
+  auto& launch = static_cast<Launch&>(*prepared);
+  const auto results = run(launch, meanwhile);
+  for (std::size_t replica = 0; replica < launch.inputs.size(); ++replica) {
+    for (const auto& part : launch.inputs[replica])
       impl_.parameters->count_examples(static_cast<int>(replica), static_cast<double>(part.size()));
   }
-  return counted(prepared, results, tracker);
+  auto all = counted(launch, results, tracker);
+  impl_.steps += static_cast<std::int64_t>(all.size());
+  impl_.times.steps += static_cast<std::int64_t>(all.size());
+  lap.add_to(impl_.times.total);
+  return all;
 }
 
 PerReplica<StepResult> CompiledModel::evaluate(Parts& batch, Tracker& tracker) {
   std::vector<Parts> one{std::move(batch)};
-  auto prepared = prepare(Kind::evaluate, one);
-  const auto results = run(prepared);
-  return counted(prepared, results, tracker)[0];
+  const auto evaluation = launch(Kind::evaluate, one);
+  const auto results = run(*evaluation);
+  return counted(*evaluation, results, tracker)[0];
 }
 
 std::vector<Tensor> CompiledModel::predict(Parts& batch) {
   std::vector<Parts> one{std::move(batch)};
-  auto prepared = prepare(Kind::predict, one);
-  const auto results = run(prepared);
+  const auto prediction = launch(Kind::predict, one);
+  const auto results = run(*prediction);
   std::vector<Tensor> outputs;
   for (std::size_t replica = 0; replica < results.size(); ++replica) {
-    const auto rows = prepared.inputs[replica][0].size();
+    const auto rows = prediction->inputs[replica][0].size();
     outputs.push_back(rows > 0 ? results[replica][0].narrow(0, 0, rows) : Tensor());
   }
   return outputs;

@@ -10,28 +10,31 @@
 #include <vector>
 
 #include "ops/traced_program.h"
-#include "strategy/split.h"
 #include "train/example_tensors.h"
+#include "train/execution.h"
 #include "train/launch_agreement.h"
-#include "train/tracker.h"
-
-namespace lockstep {
-class ModelImpl;
-}
 
 namespace lockstep::train {
 
 // A program is traced and compiled when its shapes come for the first time. Parts of a batch that are smaller than the
 // first ones were are filled up with examples that do not count, so that the same program serves them. Of one model and
 // its optimizer; one thread at a time. Collective over the strategy's workers.
-class CompiledModel {
+class CompiledModel final : public Execution {
  public:
   // number: among the strategy's models.
-  CompiledModel(ModelImpl& impl, std::int64_t number) : impl_(impl), number_(number) {}
+  CompiledModel(ModelImpl& impl, std::int64_t number) : Execution(impl), number_(number) {}
 
-  std::int64_t number() const { return number_; }
+  bool reads_ahead() const override { return true; }
+  std::unique_ptr<Prepared> prepare(std::vector<Parts>& batches) override { return launch(Kind::train, batches); }
+  std::vector<PerReplica<StepResult>> train(std::vector<Parts>& batches, Tracker& tracker,
+                                            std::unique_ptr<Prepared> prepared,
+                                            const std::function<void()>& meanwhile) override;
+  PerReplica<StepResult> evaluate(Parts& batch, Tracker& tracker) override;
+  std::vector<Tensor> predict(Parts& batch) override;
 
-  using Parts = PerReplica<internal::Part>;
+  // The programs read the devices' values; the host averages buffers.
+  void fetch_for_forward() const override;
+  void forget_steps() override { programs_.clear(); }
 
  private:
   enum class Kind { train, evaluate, predict };
@@ -44,9 +47,8 @@ class CompiledModel {
     std::unique_ptr<ops::CompiledProgram> program;
   };
 
- public:
-  // Batches of one launch, on their way to the devices.
-  struct Prepared {
+  // The batches of a launch.
+  struct Launch final : Prepared {
     Kind kind = Kind::train;
     std::vector<Input> inputs;  // [replica]
     std::shared_ptr<const Compiled> compiled;
@@ -54,37 +56,21 @@ class CompiledModel {
     std::vector<bool> updates;  // [step]
   };
 
-  // Reads the batches of a training step, or of several in one launch: at most CompileOptions::steps_per_execution; and
-  // begins to copy them to the devices, also while these compute.
-  Prepared prepare(std::vector<Parts>& batches) { return prepare(Kind::train, batches); }
-
-  // As ModelImpl::train_batch for each of the batches. Returns [batch]. `meanwhile` is called while the devices
-  // compute.
-  std::vector<PerReplica<StepResult>> train(Prepared prepared, Tracker& tracker,
-                                            const std::function<void()>& meanwhile = {});
-
-  PerReplica<StepResult> evaluate(Parts& batch, Tracker& tracker);
-
-  // The outputs for each replica's examples; undefined where it has none.
-  std::vector<Tensor> predict(Parts& batch);
-
- private:
   static std::string name_of(Kind kind);
   std::string described(Kind kind, const std::vector<Input>& inputs) const;
   std::vector<Input> read(std::vector<Parts>& batches) const;
-  Prepared prepare(Kind kind, std::vector<Parts>& batches);
+  std::unique_ptr<Launch> launch(Kind kind, std::vector<Parts>& batches);
   std::shared_ptr<const Compiled> program_for(Kind kind, const std::vector<Input>& inputs, const LaunchAgreement& all);
   ops::ProgramDevices::Tensors trace(Kind kind, const Example& part, const Tensor& counts, Compiled& compiled) const;
   void check_labels(const Example& part, const Compiled& compiled) const;
-  std::vector<std::vector<Tensor>> run(Prepared& prepared, const std::function<void()>& meanwhile = {}) const;
-  std::vector<PerReplica<StepResult>> counted(const Prepared& prepared, const std::vector<std::vector<Tensor>>& results,
+  std::vector<std::vector<Tensor>> run(Launch& launch, const std::function<void()>& meanwhile = {}) const;
+  std::vector<PerReplica<StepResult>> counted(const Launch& launch, const std::vector<std::vector<Tensor>>& results,
                                               Tracker& tracker) const;
   std::vector<std::vector<std::uint64_t>> seeds(Kind kind, int count) const;
   int steps(Kind kind, const std::vector<Input>& inputs) const;  // of a launch
   bool has_metrics() const;
   bool updates(const std::vector<Input>& inputs, std::size_t step) const;
 
-  ModelImpl& impl_;
   const std::int64_t number_;
   // By kind, steps of a launch, and shapes.
   std::map<std::tuple<Kind, int, Shapes>, std::shared_ptr<const Compiled>> programs_;

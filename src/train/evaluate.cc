@@ -16,9 +16,9 @@
 #include "ops/tensor_lists.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
-#include "train/added_losses.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/evaluate.h"
+#include "train/execution.h"
 #include "train/model_impl.h"
 
 namespace lockstep {
@@ -203,7 +203,7 @@ Tensor one_after_the_other(const std::vector<Tensor>& batches) {
 }
 
 // On the host, of the replicas that have some.
-std::vector<Tensor> outputs_of(const std::vector<Tensor>& parts) {
+std::vector<Tensor> on_host(const std::vector<Tensor>& parts) {
   auto here = ops::defined_of(parts);
   for (auto& part : here) part = part.cpu();
   return here;
@@ -215,24 +215,7 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
   train::Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.topology.all);
   std::optional<PerReplica<train::StepResult>> results;
   const auto visit = [&](PerReplica<internal::Part>& batch) {
-    if (impl.programs) {
-      results.emplace(impl.programs->evaluate(batch, tracker));
-      return;
-    }
-    results.emplace(impl.strategy.run(
-        [&](ReplicaContext& replica, const internal::Part& unread) -> train::StepResult {
-          const auto part = impl.own_positions(unread.read());
-          const auto in_context = impl.use_context();
-          const train::AddedLosses added(impl.stages != nullptr ? train::AddedLosses::Use::refused
-                                                                : train::AddedLosses::Use::values_alone);
-          const auto outputs = impl.outputs_of_any(replica, part);
-          if (!outputs.defined() || !impl.topology.counts()) return {};
-          const auto& compiled = impl.compiled->loss;
-          const auto loss = added.add_to(compiled.terms(part.y, outputs, part.weight), compiled);
-          tracker.update(replica.local_replica_id(), part, outputs);
-          return {loss.sum.item<double>(), loss.divisor, impl.topology.counts_examples() ? part.size() : 0};
-        },
-        batch));
+    results.emplace(impl.execution->evaluate(batch, tracker));
   };
   const auto finish = [&](std::span<const double> numbers) {
     const auto sums = tracker.sum_batch(&*results, numbers);
@@ -250,20 +233,7 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
   std::vector<Tensor> outputs;
   const auto in_order = data.with_options({.auto_shard_policy = AutoShardPolicy::data});
   const auto visit = [&](PerReplica<internal::Part>& batch) {
-    if (impl.programs) {
-      outputs.push_back(rows_of_all(impl.topology.all, outputs_of(impl.programs->predict(batch))));
-      return;
-    }
-    const auto parts = impl.strategy.run(
-        [&](ReplicaContext& replica, const internal::Part& unread) {
-          const auto part = impl.own_positions(unread.read());
-          const auto in_context = impl.use_context();
-          const auto rows = impl.outputs_of_any(replica, part);
-          const auto whole = impl.mesh() != nullptr ? impl.mesh()->whole_positions(rows) : rows;
-          return impl.topology.counts() && impl.topology.counts_examples() ? whole : Tensor();
-        },
-        batch);
-    outputs.push_back(rows_of_all(impl.topology.all, outputs_of({parts.begin(), parts.end()})));
+    outputs.push_back(rows_of_all(impl.topology.all, on_host(impl.execution->predict(batch))));
   };
   const auto sum = [&](std::span<const double> numbers) {
     std::vector<double> sums(numbers.begin(), numbers.end());
@@ -276,7 +246,7 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
 
 Logs evaluate_here(const Model& model, const Dataset& data, const EvaluateOptions& options) {
   auto& impl = unwrap(model);
-  impl.fetch_for_forward();
+  impl.execution->fetch_for_forward();
   std::int64_t batches = 0;
   Logs logs;
   impl.on_all_in_section("evaluate", [&] { std::tie(batches, logs) = evaluate_batches(model, data, options.steps); });
@@ -294,16 +264,14 @@ Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
   impl_->require_compiled("evaluate");
   const auto kept = data.keeping_first();
   impl_->build_for(kept, "evaluate");
-  return impl_->on_chief<Logs>(
-      "evaluate", [&] { return evaluate_here(*this, kept, options); },
-      [&](std::int64_t call) { return impl_->servers()->outcome(call); });
+  return impl_->lead->call<Logs>("evaluate", [&] { return evaluate_here(*this, kept, options); });
 }
 
 Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
   auto& impl = *impl_;
   const auto kept = data.keeping_first();
   impl.build_for(kept, "predict");
-  impl.fetch_for_forward();
+  impl.execution->fetch_for_forward();
   std::vector<Tensor> outputs;
   impl.on_all_in_section("predict", [&] { outputs = predict_batches(*this, kept, options.steps); });
   return one_after_the_other(outputs);

@@ -59,8 +59,7 @@ class Fit {
     unwrap(impl_.strategy).abort_on_error(peers(), [this] {
       build_for_first_batch();
       compare();
-      steps_ = impl_.servers() == nullptr ? train::local_steps(impl_, data_, options_)
-                                          : train::assigned_steps(impl_, data_, options_);
+      steps_ = impl_.lead->steps(data_, options_);
       attach_callbacks();
       train();
     });
@@ -184,7 +183,7 @@ class Fit {
     steps_->begin_epoch();
     if (stopping()) steps_->stop();
     while (steps_->next([this] { return signals_.received() != 0; })) run_batch();
-    if (impl_.servers() != nullptr) throw_if_interrupted();
+    if (steps_->was_interrupted()) throw_if_interrupted();
     if (progress().batch < options_.steps_per_epoch && !stopping()) stop_for_lack_of_data();
     if (progress().batch == 0 && !stopping()) throw InvalidArgument("fit: the data set yielded no batch");
     if (progress().batch == 0) return;  // stopped before its first step
@@ -286,10 +285,7 @@ class Fit {
   void follow_requires_grad() {
     const auto before = impl_.frozen;
     impl_.follow_requires_grad();
-    if (impl_.servers() == nullptr || impl_.frozen == before) return;
-    throw InvalidArgument(
-        "fit: a callback changed which parameters require gradients. With parameter servers that holds for a whole "
-        "fit, as the workers were told when it began: change it before fit, and on all processes");
+    steps_->require_known_trainable(impl_.frozen != before);
   }
 
   void finish_epoch(int epoch) {
@@ -323,7 +319,7 @@ class Fit {
     each([](Callback& callback) { callback.on_test_begin(); });
     Logs logs;
     const auto evaluate = [&] {
-      impl_.fetch_for_forward();
+      impl_.execution->fetch_for_forward();
       logs = train::evaluate_values(model_, *validation_data_, options_.validation_steps);
       std::vector<double> values;
       for (const auto& [name, value] : logs) values.push_back(value);
@@ -374,11 +370,8 @@ History Model::fit(const Dataset& data, const FitOptions& options) {
   impl_->require_compiled("fit");
   if (impl_->fitting) throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
   impl_->check_on_all("fit", [&] { train::check_fit_options(data, options); });
-  if (impl_->servers() != nullptr && impl_->servers()->restarted()) {
-    impl_->build_for(data, "fit");
-    impl_->load_past_fit();
-  }
-  return impl_->on_chief<History>(
+  impl_->lead->prepare_fit(data);
+  return impl_->lead->call<History>(
       "fit", [&] { return Fit(*this, data, options).run(); },
       [&](std::int64_t call) { return train::follow_chief(*this, data, options, call); });
 }

@@ -17,7 +17,8 @@ constexpr std::chrono::seconds kToReplace(5);
 
 class Evaluator {
  public:
-  Evaluator(Model& model, const FitOptions& options) : model_(model), impl_(unwrap(model)), options_(options) {
+  Evaluator(Model& model, const FitOptions& options)
+      : model_(model), impl_(unwrap(model)), servers_(*unwrap(impl_.strategy).servers()), options_(options) {
     for (const auto& callback : options.callbacks) {
       callback->attach(model, {.epochs = options.epochs, .verbose = options.verbose});
     }
@@ -25,7 +26,7 @@ class Evaluator {
 
   // The last checkpoint, if it is a new one.
   void evaluate_last() {
-    const auto path = impl_.servers()->last_checkpoint(*strategy::servers_of(*impl_.gradients));
+    const auto path = servers_.last_checkpoint(*strategy::servers_of(*impl_.gradients));
     if (!path) return;
     try {
       checkpoint::ShardedArchive checkpoint(*path);
@@ -63,6 +64,7 @@ class Evaluator {
 
   Model& model_;
   ModelImpl& impl_;
+  const parameter_server::ServerCluster& servers_;
   const FitOptions& options_;
   std::optional<Deadline> readable_by_;  // while the last checkpoint cannot be read
   bool warned_ = false;
@@ -76,7 +78,7 @@ void follow_checkpoints(Model& model, const FitOptions& options, std::int64_t ca
     return;
   }
   Evaluator evaluator(model, options);
-  auto& servers = *unwrap(model).servers();
+  auto& servers = *unwrap(model.strategy()).servers();
   const auto interrupted = [&] { return signals.received() != 0; };
   const auto outcome = [&](auto& chief, Deadline deadline) { return chief.outcome(call, deadline); };
   const auto goes_on = [&] { return !interrupted() && !servers.ask_chief(outcome, interrupted); };

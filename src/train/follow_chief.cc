@@ -49,7 +49,7 @@ class Worker {
         impl_(unwrap(model)),
         data_(data),
         options_(options),
-        servers_(*impl_.servers()),
+        servers_(*unwrap(impl_.strategy).servers()),
         batches_(strategy::distribute_ahead(data, unwrap(impl_.strategy).local_replicas())),
         call_(call),
         signals_(signals) {}
@@ -123,7 +123,8 @@ class Worker {
     strategy::servers_of(*impl_.gradients)->begin(next);
     impl_.tracker->reset();
     try {
-      const auto results = impl_.train_batch(*batch, *impl_.tracker);
+      std::vector<PerReplica<internal::Part>> one{*std::move(batch)};
+      const auto results = impl_.execution->train(one, *impl_.tracker)[0];
       return {.kind = Report::Kind::finished, .task = next.task, .results = impl_.tracker->sums_of(results)};
     } catch (const parameter_server::IncompleteUpdate& error) {
       return {.kind = Report::Kind::incomplete, .task = next.task, .error = error.what()};
@@ -158,7 +159,7 @@ void tell_chief(parameter_server::ServerCluster& servers, std::int64_t call, con
 
 std::string follow_chief(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call) {
   auto& impl = unwrap(model);
-  auto& servers = *impl.servers();
+  auto& servers = *unwrap(impl.strategy).servers();
   const bool works = servers.roles().mine == parameter_server::Role::worker;
   const SignalGuard signals(options.handle_signals);
   const auto interrupted = [&] { return signals.received() != 0; };

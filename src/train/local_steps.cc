@@ -7,6 +7,7 @@
 #include "collective/refused_by_all.h"
 #include "lockstep/base/error.h"
 #include "strategy/split.h"
+#include "train/execution.h"
 #include "train/model_impl.h"
 #include "train/step_source.h"
 
@@ -55,7 +56,7 @@ class LocalSteps final : public StepSource {
       read_ = as_read_now({iterator_->parts_again()}, read_.first_size);
     impl_.gradients->updater().set_learning_rate_factor(unwrap(impl_.strategy).learning_rate_factor());
     results_ =
-        impl_.train_batches(read_.batches, *impl_.tracker, std::exchange(read_.prepared, {}), [this] { read_ahead(); });
+        impl_.execution->train(read_.batches, *impl_.tracker, std::move(read_.prepared), [this] { read_ahead(); });
   }
 
   std::vector<double> sum(std::span<const double> news) override {
@@ -90,7 +91,7 @@ class LocalSteps final : public StepSource {
     Position position = {};
     std::int64_t examples = 0;
     std::optional<std::uint64_t> hash = {};  // of the last batch's data, where others are read before it is compared
-    std::optional<CompiledModel::Prepared> prepared = {};
+    std::unique_ptr<Execution::Prepared> prepared = {};
     std::exception_ptr error = {};  // of reading them
   };
 
@@ -112,12 +113,13 @@ class LocalSteps final : public StepSource {
   }
 
   Read as_read_now(std::vector<PerReplica<internal::Part>> batches, std::int64_t first_size) const {
-    return {
-        .batches = std::move(batches),
-        .first_size = first_size,
-        .position = iterator_->position(),
-        .examples = iterator_->examples(),
-        .hash = impl_.programs && reads_what_others_read() ? std::optional(iterator_->element_hash()) : std::nullopt};
+    return {.batches = std::move(batches),
+            .first_size = first_size,
+            .position = iterator_->position(),
+            .examples = iterator_->examples(),
+            .hash = impl_.execution->reads_ahead() && reads_what_others_read()
+                        ? std::optional(iterator_->element_hash())
+                        : std::nullopt};
   }
 
   // The next step's batches, which are copied to the devices while these compute this one. An error is thrown when
@@ -127,7 +129,7 @@ class LocalSteps final : public StepSource {
     if (options_.steps_per_epoch > 0 && trained >= options_.steps_per_epoch) return;
     try {
       ahead_ = read(trained);
-      if (!ahead_->batches.empty()) ahead_->prepared = impl_.programs->prepare(ahead_->batches);
+      if (!ahead_->batches.empty()) ahead_->prepared = impl_.execution->prepare(ahead_->batches);
     } catch (...) {
       if (peers().size() > 1) throw;
       ahead_ = Read{.error = std::current_exception()};

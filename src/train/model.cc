@@ -14,7 +14,6 @@
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/layers/stack.h"
-#include "train/local_state.h"
 #include "train/model_impl.h"
 
 namespace lockstep {
@@ -48,7 +47,7 @@ void ModelImpl::build(const Example& sample) {
   parameters = std::move(made);
   train::give_to(layers, model_number);
   if (sample.x.defined()) built_for = sample.x.sizes().vec();
-  if (unwrap(strategy).programs() != nullptr) programs.emplace(*this, unwrap(strategy).next_model());
+  execution = train::Execution::of(*this);
   seed = std::stoull(topology.all.broadcast(std::to_string(seed)));
   make_gradient_path();
 }
@@ -81,8 +80,11 @@ const parallel::MeshParallelism* ModelImpl::mesh() const {
   return dynamic_cast<const parallel::MeshParallelism*>(unwrap(strategy).parallelism());
 }
 
-Example ModelImpl::own_positions(const Example& part) const {
-  return mesh() != nullptr && part.x.defined() ? mesh()->own_positions(part, parameters->split()->positions) : part;
+int ModelImpl::number_of(const ReplicaContext& replica) const {
+  const auto all = replicas();
+  const int number = (all.workers.rank() + part_of_step) * all.count() + replica.local_replica_id();
+  const auto& positions = topology.positions;  // which have other tokens
+  return number * positions.size() + positions.rank();
 }
 
 void ModelImpl::build_for(const Dataset& data, const char* caller) {
@@ -102,30 +104,11 @@ void ModelImpl::build_for(const Dataset& data, const char* caller) {
 
 void ModelImpl::make_gradient_path() {
   if (parameters == nullptr || !compiled) return;
-  fetch();  // what the servers of an earlier path have
+  lead->fetch();  // what the servers of an earlier path have
   gradients = unwrap(strategy).make_gradient_path(compiled->optimizer, parameters);
   tracker.emplace(*compiled, strategy.num_local_replicas(), topology.all);
   frozen = parameters->describe_frozen();
-  recorded = {};
-  if (programs) programs.emplace(*this, programs->number());
-}
-
-void ModelImpl::fetch() const {
-  if (parameters == nullptr) return;
-  parameters->fetch(unwrap(strategy).deadline());
-  if (!gradients) return;
-  gradients->fetch(unwrap(strategy).deadline());
-  if (servers() != nullptr && servers()->is_chief()) {
-    train::load_reported_buffers(*parameters, servers()->coordinator().buffers());
-  }
-}
-
-// Compiled programs read the devices' values; the host averages buffers.
-void ModelImpl::fetch_for_forward() const {
-  if (programs)
-    parameters->fetch(unwrap(strategy).deadline());
-  else
-    fetch();
+  execution->forget_steps();
 }
 
 void ModelImpl::require_built(const char* caller) const {
@@ -141,8 +124,7 @@ void ModelImpl::follow_requires_grad() {
   parameters->require_known_trainable();
   auto now = parameters->describe_frozen();
   if (std::exchange(frozen, now) == now) return;
-  recorded = {};  // a step that is played again, or compiled, trains what it trained when it was made
-  if (programs) programs.emplace(*this, programs->number());
+  execution->forget_steps();  // one that is played again, or compiled, trains what it trained when it was made
 }
 
 void ModelImpl::require_trainable() const {
@@ -236,7 +218,7 @@ Logs Model::train_on_batch(const Example& batch) {
     impl_->tracker->reset();
     auto parts = strategy::split_batch(batch, impl_->replicas());
     std::vector<PerReplica<internal::Part>> one{std::move(parts)};
-    impl_->tracker->add_batch(impl_->train_batches(one, *impl_->tracker)[0]);
+    impl_->tracker->add_batch(impl_->execution->train(one, *impl_->tracker)[0]);
   });
   return impl_->tracker->logs();
 }
@@ -266,13 +248,13 @@ StepTimes Model::step_times() const { return impl_->times; }
 
 std::shared_ptr<torch::nn::Module> Model::first_module() const {
   impl_->require_built("module");
-  impl_->fetch();
+  impl_->lead->fetch();
   return impl_->parameters->module(0).shared_from_this();
 }
 
 ReplicatedModule Model::module() const {
   impl_->require_built("module");
-  impl_->fetch();
+  impl_->lead->fetch();
   return ReplicatedModule(impl_->parameters);
 }
 

@@ -19,10 +19,10 @@
 #include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/server_checkpoint.h"
-#include "strategy/parameter_server_sync.h"
+#include "strategy/embedding_module.h"
 #include "strategy/replicated_state.h"
 #include "train/layers/stack.h"
-#include "train/local_state.h"
+#include "train/lead.h"
 #include "train/model_impl.h"
 
 namespace lockstep {
@@ -87,19 +87,15 @@ void ModelImpl::write_weights(const std::string& path) const {
         "save_weights: the rows of a ShardedEmbedding are on servers; save_checkpoint saves them, and so do the "
         "callbacks that write full checkpoints");
   }
-  once([&] {
-    const auto archive = save_weights();
-    topology.all.run_on_rank_0([&] { write_archive(path, archive); });
-  });
+  lead->write_weights(path);
 }
 
 // With parameter servers the chief reads the file, and the servers get its values.
 void Model::load_weights(const std::string& path, const LoadWeightsOptions& options) {
-  impl_->once([&] { impl_->load_weights(impl_->read_for_all(path), options); });
+  impl_->lead->once([&] { impl_->load_weights(impl_->read_for_all(path), options); });
 }
 
 Archive ModelImpl::save_weights() const {
-  if (servers() != nullptr) fetch();  // workers have updated the servers' values
   Archive archive;
   ReplicatedModule(parameters).trackable().save(archive, "");
   return archive;
@@ -119,95 +115,21 @@ void ModelImpl::load_weights(Archive archive, const LoadWeightsOptions& options)
     pending_weights.emplace(std::move(archive), options);
     return;
   }
-  train::load_weights(archive, options, parameters, [this] { fetch(); });
-  if (gradients) gradients->sync().store(unwrap(strategy).deadline());
-  if (servers() != nullptr && servers()->is_chief()) tell_workers();
-}
-
-// The workers have older values of what the model has beside the servers' variables.
-void ModelImpl::tell_workers() const {
-  if (fitting) return servers()->coordinator().change_state(train::print_local_state(*this));
-  servers()->coordinator().forget_buffers();
+  train::load_weights(archive, options, parameters, [this] { lead->fetch(); });
+  lead->tell_of_weights();
 }
 
 void Model::save_checkpoint(const std::string& path) const {
   impl_->require_built("save_checkpoint");
   impl_->require_compiled("save_checkpoint");
   if (impl_->topology.is_newcomer()) return;  // the workers that it will join have saved, or will
-  impl_->on_all_in_section("save_checkpoint", [&] { impl_->write_checkpoint(path); });
-}
-
-void ModelImpl::write_checkpoint(const std::string& path) {
-  if (servers() != nullptr) return once([&] { save_with_servers(path); });
-  const auto archive = save_state();
-  topology.all.run_on_rank_0([&] {
-    write_archive(path, archive);
-    checkpoint::remove_rows(path);  // of a checkpoint that was made with parameter servers
-  });
+  impl_->on_all_in_section("save_checkpoint", [&] { impl_->lead->write_checkpoint(path); });
 }
 
 void Model::load_checkpoint(const std::string& path) {
   impl_->require_built("load_checkpoint");
   impl_->require_compiled("load_checkpoint");
-  if (impl_->servers() != nullptr) return impl_->once([&] { impl_->load_with_servers(path); });
-  impl_->load_state(impl_->read_for_all(path));
-}
-
-// With parameter servers what the chief does between fits is not done again by one that is started again.
-void ModelImpl::once(const std::function<void()>& act) const {
-  if (servers() == nullptr || fitting) return act();
-  servers()->once(act);
-}
-
-// After a fit that a chief before this one has ended: what the servers do not have.
-void ModelImpl::load_past_fit() {
-  const auto path = servers()->last_checkpoint(*strategy::servers_of(*gradients));
-  if (!path) return;
-  const auto archive = with_own_variables(read_archive(*path));
-  train::check_weights(archive, *parameters);
-  ReplicatedModule(parameters).trackable().load(archive, "")();
-  fetch();
-}
-
-// With this process's values of the variables that servers have.
-Archive ModelImpl::with_own_variables(Archive archive) const {
-  for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
-    const auto& slot = parameters->slots()[i];
-    if (slot.trainable) archive.tensors.try_emplace(slot.name, data::to_stored(parameters->parameter(0, i)));
-  }
-  return archive;
-}
-
-// The servers write the values that they have.
-void ModelImpl::save_with_servers(const std::string& path) {
-  const auto own_state = [&] {
-    train::load_reported_buffers(*parameters, servers()->coordinator().buffers());
-    auto archive = save_state();
-    for (const auto& slot : parameters->slots()) {
-      if (slot.trainable) archive.tensors.erase(slot.name);
-    }
-    return archive;
-  };
-  const auto& client = *strategy::servers_of(*gradients);
-  servers()->require_known(client);
-  parameter_server::write_checkpoint(
-      servers()->coordinator(), client, path, own_state, [&] { gradients->sync().store(unwrap(strategy).deadline()); },
-      unwrap(strategy).deadline());
-  servers()->tell_checkpoint(client, checkpoint::absolute_path(checkpoint_file(path)).string());
-}
-
-void ModelImpl::load_with_servers(const std::string& path) {
-  const auto file = checkpoint::absolute_path(checkpoint_file(path)).string();
-  const auto archive = with_own_variables(read_archive(file));
-  const auto& client = *strategy::servers_of(*gradients);
-  servers()->coordinator().require_idle(client.model());
-  load_state(archive, [&] {
-    client.check_restore(file, unwrap(strategy).deadline());
-    servers()->restore(client, file, parameter_server::model_of(archive), unwrap(strategy).deadline());
-  });
-  servers()->coordinator().resume(client.model(), servers()->mode(), parameter_server::steps_of(archive).end);
-  tell_workers();
-  fetch();
+  impl_->lead->load_checkpoint(path);
 }
 
 Archive ModelImpl::read_for_all(const std::string& path) {
@@ -333,7 +255,7 @@ std::function<void()> ModelImpl::load_progress(const Archive& archive) {
     steps = loaded_steps;
     progress = loaded;
     data_epochs = progress.position.epoch;
-    if (servers() == nullptr) count_uncounted();
+    if (!lead->has_servers_checkpoints()) count_uncounted();
   };
 }
 

@@ -41,11 +41,14 @@ class StepSource {
 
   // A callback has asked for the end: no step begins any more. Those that others have begun come out of `next`.
   virtual void stop() = 0;
+
+  // Whether `next` last returned false since it was interrupted.
+  virtual bool was_interrupted() const { return false; }
+
+  // Throws InvalidArgument where a callback has `changed` which parameters are trained, and the steps cannot follow.
+  virtual void require_known_trainable(bool /*changed*/) const {}
 };
 
 std::unique_ptr<StepSource> local_steps(ModelImpl& impl, const Dataset& data, const FitOptions& options);
-
-// For the chief of a cluster with parameter servers.
-std::unique_ptr<StepSource> assigned_steps(ModelImpl& impl, const Dataset& data, const FitOptions& options);
 
 }  // namespace lockstep::train

@@ -39,7 +39,7 @@ void require_not_negative(const char* what, std::int64_t value) {
 }
 
 void require_no_servers(const char* callback, bool background, const Model& model) {
-  if (!background || unwrap(model).servers() == nullptr) return;
+  if (!background || !unwrap(model).lead->has_servers_checkpoints()) return;
   throw InvalidArgument(text(callback,
                              ": background is not for strategies with parameter servers, which write a "
                              "checkpoint without stopping the steps anyway"));
@@ -174,7 +174,7 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
     return;
   }
   problem_ = save_or_warn(model(), "ModelCheckpoint", [&] {
-    options_.save_weights_only ? impl.write_weights(path) : impl.write_checkpoint(path);
+    options_.save_weights_only ? impl.write_weights(path) : impl.lead->write_checkpoint(path);
     auto kept = kept_;
     impl.topology.all.run_on_rank_0([&] { record_checkpoint(path, kept, options_.max_to_keep); });
   });
@@ -252,7 +252,7 @@ void BackupAndRestore::on_train_begin() {
     return ModelImpl::Numbers{is_there() ? 1.0 : 0.0};
   };
   if (impl.in_section("BackupAndRestore", look).front() == 0) {
-    if (impl.servers() != nullptr) model().save_checkpoint(file_);  // for servers that are started again
+    if (impl.lead->has_servers_checkpoints()) model().save_checkpoint(file_);  // for servers that are started again
     return;
   }
   load_last_whole([this] { model().load_checkpoint(file_); });
@@ -327,13 +327,13 @@ void BackupAndRestore::take_one_before(const std::string& problem) {
 
 void BackupAndRestore::back_up(bool in_background) {
   auto& impl = unwrap(model());
-  if (impl.servers() == nullptr) warn_of(model(), done_or_why("BackupAndRestore", [&] { background_->finish(impl); }));
+  warn_of(model(), done_or_why("BackupAndRestore", [&] { background_->finish(impl); }));
   write_backup(in_background);
 }
 
 void BackupAndRestore::write_backup(bool in_background) {
   auto& impl = unwrap(model());
-  if (impl.servers() != nullptr) return impl.write_checkpoint(file_);
+  if (impl.lead->has_servers_checkpoints()) return impl.lead->write_checkpoint(file_);
   const auto keep_previous = [file = file_, previous = previous_](const std::function<void()>& write) {
     const auto kept = previous + kPart;
     checkpoint::remove_own_archive(kept);  // of a process that was killed
@@ -379,7 +379,7 @@ void BackupAndRestore::on_epoch_end(int, const Logs&) {
 
 void BackupAndRestore::on_interrupt() {
   auto& impl = unwrap(model());
-  if (impl.servers() == nullptr) save_or_warn(model(), "BackupAndRestore", [&] { background_->finish(impl); });
+  save_or_warn(model(), "BackupAndRestore", [&] { background_->finish(impl); });
   write_backup(/*in_background=*/false);
 }
 

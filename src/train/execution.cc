@@ -1,0 +1,62 @@
+#include "train/execution.h"
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "train/compiled_model.h"
+#include "train/model_impl.h"
+#include "train/staged_execution.h"
+
+namespace lockstep::train {
+
+std::unique_ptr<Execution> Execution::of(ModelImpl& impl) {
+  auto& strategy = unwrap(impl.strategy);
+  if (strategy.programs() != nullptr) return std::make_unique<CompiledModel>(impl, strategy.next_model());
+  if (impl.stages != nullptr) return std::make_unique<StagedExecution>(impl, *impl.stages);
+  return std::make_unique<ThreadedExecution>(impl);
+}
+
+std::string batch_named(const Example& part) {
+  return text("a batch of shape ", part.x.sizes(), " and dtype ", part.x.scalar_type());
+}
+
+void Execution::fetch_for_forward() const { impl_.lead->fetch(); }
+
+void Execution::require_gradient(const Tensor& loss) {
+  if (loss.requires_grad()) return;
+  throw InvalidArgument(
+      "the loss depends on no trainable parameter; are all frozen, or does forward detach its result?");
+}
+
+Tensor Execution::forward(int replica, const Tensor& x) const {
+  return impl_.forward(impl_.parameters->module(replica), x);
+}
+
+Tensor Execution::outputs_of(int replica, const Example& part) const {
+  // Some layers would take an example for a batch. A module of the user's own may take both.
+  if (!impl_.layers.empty() && part.x.dim() + 1 == static_cast<std::int64_t>(impl_.built_for.size())) {
+    throw InvalidArgument(
+        text("the model cannot take ", batch_named(part), ": it was built for batches of shape [batch, ",
+             join(at::IntArrayRef(impl_.built_for).slice(1)), "]; call batch() on the data set first"));
+  }
+  const auto& split = impl_.parameters->split();
+  try {
+    const ComputePolicy::Scope scope(impl_.policy, part.x.device().type());
+    if (split && split->before_forward) split->before_forward();
+    return impl_.policy.outputs(forward(replica, part.x));
+  } catch (const c10::Error& error) {
+    const std::string what = error.what_without_backtrace();
+    const bool one_value = what.find("Expected more than 1 value per channel") != std::string::npos;
+    throw InvalidArgument(
+        text("the model cannot take ", batch_named(part), ": ", what,
+             impl_.parameters->is_split() ? ". Where a plan divides layers, an output that stays divided "
+                                            "must go to a RowwiseParallel layer, or be whole: "
+                                            "ColwiseParallel{.output = Replicate()}"
+                                          : "",
+             one_value ? ". Batch normalization needs two examples on each replica: the last batch of "
+                         "the data set leaves one; use batch(size, {.drop_remainder = true}), another "
+                         "batch size, or lockstep::BatchNormalization"
+                       : ""));
+  }
+}
+
+}  // namespace lockstep::train
