@@ -19,8 +19,8 @@
 #include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/server_checkpoint.h"
-#include "strategy/parameter_server_sync.h"
 #include "strategy/replicated_state.h"
+#include "strategy/server_reduction.h"
 #include "train/layers/stack.h"
 #include "train/local_state.h"
 #include "train/model_impl.h"
@@ -120,7 +120,7 @@ void ModelImpl::load_weights(Archive archive, const LoadWeightsOptions& options)
     return;
   }
   train::load_weights(archive, options, parameters, [this] { fetch(); });
-  if (gradients) gradients->sync().store(unwrap(strategy).deadline());
+  if (gradients && gradients->remote()) gradients->remote()->store(unwrap(strategy).deadline());
   if (servers() != nullptr && servers()->is_chief()) tell_workers();
 }
 
@@ -191,8 +191,8 @@ void ModelImpl::save_with_servers(const std::string& path) {
   const auto& client = *strategy::servers_of(*gradients);
   servers()->require_known(client);
   parameter_server::write_checkpoint(
-      servers()->coordinator(), client, path, own_state, [&] { gradients->sync().store(unwrap(strategy).deadline()); },
-      unwrap(strategy).deadline());
+      servers()->coordinator(), client, path, own_state,
+      [&] { gradients->remote()->store(unwrap(strategy).deadline()); }, unwrap(strategy).deadline());
   servers()->tell_checkpoint(client, checkpoint::absolute_path(checkpoint_file(path)).string());
 }
 
