@@ -8,7 +8,7 @@
 #include "base/expect_says_testing.h"
 #include "base/text.h"
 #include "gradient/gradient_path.h"
-#include "gradient/optimizers_testing.h"
+#include "gradient/net_testing.h"
 #include "strategy/unwrap.h"
 #include "tests/workers.h"
 

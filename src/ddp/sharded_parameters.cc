@@ -8,8 +8,7 @@
 #include <set>
 
 #include "base/text.h"
-#include "gradient/gather_in_place.h"
-#include "gradient/shard_map.h"
+#include "gradient/ownership.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::internal {

@@ -2,7 +2,212 @@
 
 #include <ATen/ATen.h>
 
-#include "gradient/device_rules.h"
+#include <map>
+
+#include "base/mutex.h"
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "optimizer/rules.h"
+
+namespace lockstep {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+void update(const SGDOptions& options, const DeviceParameters& p, const at::Tensor& rate) {
+  const auto step = at::_foreach_mul(p.gradients, rate);
+  if (options.momentum == 0) {
+    at::_foreach_sub_(p.values, step);
+    return;
+  }
+  const auto& velocity = p.states[0];
+  at::_foreach_mul_(velocity, options.momentum);
+  at::_foreach_sub_(velocity, step);
+  if (options.nesterov) {
+    at::_foreach_add_(p.values, velocity, options.momentum);
+    at::_foreach_sub_(p.values, step);
+  } else {
+    at::_foreach_add_(p.values, velocity);
+  }
+}
+
+// `rate` includes the correction for means that began at zero.
+void update(const AdamOptions& options, const DeviceParameters& p, const at::Tensor& rate) {
+  const auto &mean = p.states[0], &square = p.states[1];
+  at::_foreach_mul_(mean, options.beta_1);
+  at::_foreach_add_(mean, p.gradients, 1 - options.beta_1);
+  at::_foreach_mul_(square, options.beta_2);
+  at::_foreach_addcmul_(square, p.gradients, p.gradients, 1 - options.beta_2);
+  if (options.amsgrad) at::_foreach_maximum_(p.states[2], square);
+  auto denominator = at::_foreach_sqrt(options.amsgrad ? p.states[2] : square);
+  at::_foreach_add_(denominator, options.epsilon);
+  at::_foreach_sub_(p.values, at::_foreach_div(at::_foreach_mul(mean, rate), denominator));
+}
+
+// On a GPU in one kernel. LibTorch adds epsilon after the bias correction, Keras before: so `rate` includes the
+// correction, and with `far_step` as the step LibTorch's own correction is 1.
+void update_fused(const AdamOptions& options, const DeviceParameters& p, const at::Tensor& rate,
+                  const at::Tensor& far_step) {
+  const Tensors steps(p.values.size(), far_step);
+  const auto fused = [&](const auto& learning_rate) {
+    at::_fused_adam_(p.values, p.gradients, p.states[0], p.states[1], options.amsgrad ? p.states[2] : Tensors(), steps,
+                     learning_rate, options.beta_1, options.beta_2, /*weight_decay=*/0, options.epsilon,
+                     options.amsgrad, /*maximize=*/false);
+  };
+  if (rate.scalar_type() == at::kFloat) return fused(rate);
+  fused(rate.item<double>());  // the kernel takes no float64 rate from the device
+}
+
+void update(const RMSpropOptions& options, const DeviceParameters& p, const at::Tensor& rate) {
+  const auto& square = p.states[0];
+  at::_foreach_mul_(square, options.rho);
+  at::_foreach_addcmul_(square, p.gradients, p.gradients, 1 - options.rho);
+  auto denominator = at::_foreach_add(square, options.epsilon);
+  if (options.centered) {
+    const auto& mean = p.states[1];
+    at::_foreach_mul_(mean, options.rho);
+    at::_foreach_add_(mean, p.gradients, 1 - options.rho);
+    at::_foreach_addcmul_(denominator, mean, mean, -1);
+  }
+  at::_foreach_sqrt_(denominator);
+  const auto step = at::_foreach_div(at::_foreach_mul(p.gradients, rate), denominator);
+  if (options.momentum > 0) {
+    const auto& velocity = p.states.back();
+    at::_foreach_mul_(velocity, options.momentum);
+    at::_foreach_add_(velocity, step);
+    at::_foreach_sub_(p.values, velocity);
+  } else {
+    at::_foreach_sub_(p.values, step);
+  }
+}
+
+void update(const AdagradOptions& options, const DeviceParameters& p, const at::Tensor& rate) {
+  const auto& accumulator = p.states[0];
+  at::_foreach_addcmul_(accumulator, p.gradients, p.gradients);
+  auto denominator = at::_foreach_add(accumulator, options.epsilon);
+  at::_foreach_sqrt_(denominator);
+  at::_foreach_sub_(p.values, at::_foreach_div(at::_foreach_mul(p.gradients, rate), denominator));
+}
+
+// Rules that need the learning rate alone.
+template <class Options>
+class RateRule final : public DeviceRule {
+ public:
+  explicit RateRule(Options options) : options_(std::move(options)) {}
+  std::vector<double> numbers(const UpdateStep& step) const override { return {step.learning_rate}; }
+  void update(const DeviceParameters& parameters, const Tensors& numbers) override {
+    lockstep::update(options_, parameters, numbers[0]);
+  }
+
+ private:
+  const Options options_;
+};
+
+class AdamOnDevice final : public DeviceRule {
+ public:
+  AdamOnDevice(const optimizer::AdamRule& rule, const at::TensorOptions& where) : rule_(rule) {
+    if (where.device().is_cuda()) far_step_ = at::full({}, 3e38, where.dtype(at::kFloat));
+  }
+  std::vector<double> numbers(const UpdateStep& step) const override { return {rule_.rate(step)}; }
+  void update(const DeviceParameters& parameters, const Tensors& numbers) override {
+    if (far_step_.defined()) return update_fused(rule_.options(), parameters, numbers[0], far_step_);
+    lockstep::update(rule_.options(), parameters, numbers[0]);
+  }
+
+ private:
+  const optimizer::AdamRule& rule_;
+  at::Tensor far_step_;  // of a GPU, a scalar: a step so late that LibTorch corrects nothing
+};
+
+// Updates spans in host memory.
+class OnHost final : public DeviceRule {
+ public:
+  explicit OnHost(const UpdateRule& rule) : rule_(rule) {}
+  std::vector<double> numbers(const UpdateStep& step) const override {
+    return {static_cast<double>(step.iteration), step.learning_rate};
+  }
+  void update(const DeviceParameters& parameters, const Tensors& numbers) override {
+    if (numbers[0].is_privateuseone()) {
+      throw InvalidArgument(text("the optimizer's rule \"", rule_.name(),
+                                 "\" is not built in, so that it has an update for host memory alone: register one for "
+                                 "devices (register_device_rule)"));
+    }
+    step_ = {numbers[0].item<std::int64_t>(), numbers[1].item<double>()};
+    for (std::size_t i = 0; i < parameters.values.size(); ++i) {
+      if (parameters.values[i].scalar_type() == at::kDouble) {
+        update_one<double>(parameters, i);
+      } else {
+        update_one<float>(parameters, i);
+      }
+    }
+  }
+
+ private:
+  template <class T>
+  void update_one(const DeviceParameters& parameters, std::size_t i) const {
+    const auto value = parameters.values[i].cpu().contiguous(), gradient = parameters.gradients[i].cpu().contiguous();
+    Tensors state;
+    std::vector<T*> pointers;
+    for (const auto& tensors : parameters.states) {
+      state.push_back(tensors[i].cpu().contiguous());
+      pointers.push_back(state.back().template mutable_data_ptr<T>());
+    }
+    const auto count = static_cast<std::size_t>(value.numel());
+    rule_.update(step_, std::span(value.template mutable_data_ptr<T>(), count),
+                 std::span(gradient.template const_data_ptr<T>(), count), pointers);
+    parameters.values[i].copy_(value);
+    for (std::size_t k = 0; k < state.size(); ++k) parameters.states[k][i].copy_(state[k]);
+  }
+
+  const UpdateRule& rule_;
+  UpdateStep step_;
+};
+
+template <class Rule>
+std::pair<const std::type_index, MakeDeviceRule> built_in() {
+  return {typeid(Rule), [](const UpdateRule& rule, const at::TensorOptions&) -> std::unique_ptr<DeviceRule> {
+            const auto& options = static_cast<const Rule&>(rule).options();
+            return std::make_unique<RateRule<std::decay_t<decltype(options)>>>(options);
+          }};
+}
+
+struct Registry {
+  Mutex mutex;
+  std::map<std::type_index, MakeDeviceRule> rules LOCKSTEP_GUARDED_BY(mutex) = {
+      built_in<optimizer::SGDRule>(),
+      built_in<optimizer::RMSpropRule>(),
+      built_in<optimizer::AdagradRule>(),
+      {typeid(optimizer::AdamRule),
+       [](const UpdateRule& rule, const at::TensorOptions& where) -> std::unique_ptr<DeviceRule> {
+         return std::make_unique<AdamOnDevice>(static_cast<const optimizer::AdamRule&>(rule), where);
+       }}};
+};
+
+Registry& registry() {
+  static Registry all;
+  return all;
+}
+
+// The device rule that was registered for the rule's type, or the built-in one; for other types, one that computes in
+// host memory. `rule` must outlive it.
+std::unique_ptr<DeviceRule> make_device_rule(const UpdateRule& rule, const at::TensorOptions& options) {
+  MakeDeviceRule make;
+  {
+    MutexLock lock(registry().mutex);
+    const auto found = registry().rules.find(typeid(rule));
+    if (found != registry().rules.end()) make = found->second;
+  }
+  return make ? make(rule, options) : std::make_unique<OnHost>(rule);
+}
+
+}  // namespace
+
+void register_device_rule(std::type_index rule, MakeDeviceRule make) {
+  MutexLock lock(registry().mutex);
+  registry().rules.insert_or_assign(rule, std::move(make));
+}
+
+}  // namespace lockstep
 
 namespace lockstep::gradient {
 

@@ -1,4 +1,5 @@
-// Updates of parameters on the GPU that holds them. The host waits for none of them.
+// Updates of parameters on the GPU that holds them, by a few of LibTorch's kernels for all parameters together, or on a
+// TPU. The host waits for none of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

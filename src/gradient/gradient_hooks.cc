@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "base/text.h"
@@ -11,38 +12,50 @@
 
 namespace lockstep::gradient {
 
+GradientHooks::GradientHooks(ReplicatedParameters& parameters, Reduction& reduction)
+    : parameters_(parameters), reduction_(reduction), steps_(static_cast<std::size_t>(parameters.replicas())) {
+  for (const auto& slot : parameters.slots()) takes_.push_back(slot.trainable);
+  for (auto& step : steps_) step.added.resize(takes_.size());
+}
+
+GradientHooks::~GradientHooks() { ops::clear_gradient_memory(); }
+
 void GradientHooks::install() {
-  if (!hooks_.empty() || !sync_.during_backward()) return;
+  if (!hooks_.empty() || !reduction_.during_backward()) return;
   for (int replica = 0; replica < parameters_.replicas(); ++replica) {
-    for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
-      if (!parameters_.slots()[i].trainable) continue;
+    for (std::size_t i = 0; i < takes_.size(); ++i) {
+      if (!takes_[i]) continue;
       hooks_.emplace_back(parameters_.parameter(replica, i), [this, replica, i] {
-        if (expects_backward_[static_cast<std::size_t>(replica)].set) take(replica, i);
+        if (of(replica).expects_backward) add(replica, i);
       });
     }
   }
 }
 
-GradientHooks::~GradientHooks() { ops::clear_gradient_memory(); }
-
 void GradientHooks::expect_one_backward(int replica) {
   if (hooks_.empty()) return;
-  expects_backward_[static_cast<std::size_t>(replica)].set = true;
-  for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
+  of(replica).expects_backward = true;
+  for (std::size_t i = 0; i < takes_.size(); ++i) {
     if (ops::may_keep_gradient(parameters_.parameter(replica, i))) continue;
-    auto memory = sync_.memory_for(replica, i);
+    auto memory = reduction_.memory_for(replica, i);
     if (memory.defined()) ops::offer_gradient_memory(parameters_.parameter(replica, i).const_data_ptr(), memory);
   }
 }
 
+// The order in which slots are ready is the order of buckets after the first step: those without a gradient come last.
 void GradientHooks::take_all(int replica) {
-  expects_backward_[static_cast<std::size_t>(replica)].set = false;
+  auto& step = of(replica);
+  step.expects_backward = false;
+  if (!reduction_.during_backward()) std::fill(step.added.begin(), step.added.end(), false);  // by a step that failed
   ops::clear_gradient_memory();
-  if (!sync_.during_backward()) sync_.forget(replica);
   require_as_first(replica);
-  for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
-    if (!sync_.is_ready(replica, i)) take(replica, i);
+  for (std::size_t i = 0; i < takes_.size(); ++i) {
+    if (!step.added[i]) add(replica, i);
   }
+  for (std::size_t i = 0; i < takes_.size(); ++i) {
+    if (takes_[i] && !step.added[i]) reduction_.add(replica, i, {});
+  }
+  std::fill(step.added.begin(), step.added.end(), false);
 }
 
 // A parameter that is frozen on one replica alone would be trained by the gradients of the others' examples.
@@ -54,27 +67,31 @@ void GradientHooks::require_as_first(int replica) const {
   }
 }
 
-void GradientHooks::take(int replica, std::size_t index) {
+// Takes the gradient, if there is one, from the parameter.
+void GradientHooks::add(int replica, std::size_t index) {
   const auto& slot = parameters_.slots()[index];
   auto gradient = std::exchange(parameters_.parameter(replica, index).mutable_grad(), at::Tensor());
   if (gradient.defined() && !slot.trainable) parameters_.require_known_trainable();
-  if (!sync_.takes(index) || !gradient.defined()) return;
+  if (!takes_[index] || !gradient.defined()) return;
   if (gradient.is_sparse()) gradient = gradient.to_dense();
   if (gradient.scalar_type() != slot.dtype || gradient.sizes() != slot.sizes) {
     throw InvalidArgument(text("the gradient of \"", slot.name, "\" is ", gradient.scalar_type(), " ", gradient.sizes(),
                                "; the parameter is ", slot.dtype, " ", at::IntArrayRef(slot.sizes)));
   }
-  const bool stays = parameters_.placement() == Placement::device && !sync_.during_backward();
-  sync_.on_ready(replica, index, (stays ? gradient : gradient.to(at::kCPU)).contiguous());
+  const bool stays = parameters_.placement() == Placement::device && !reduction_.during_backward();
+  reduction_.add(replica, index, (stays ? gradient : gradient.to(at::kCPU)).contiguous());
+  of(replica).added[index] = true;
 }
 
 void GradientHooks::drop(int replica) {
-  expects_backward_[static_cast<std::size_t>(replica)].set = false;
+  auto& step = of(replica);
+  step.expects_backward = false;
+  std::fill(step.added.begin(), step.added.end(), false);
   for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
     parameters_.parameter(replica, i).mutable_grad().reset();
   }
   ops::clear_gradient_memory();
-  sync_.forget(replica);
+  reduction_.end_step(replica, Reduction::StepEnd::broken_off);
 }
 
 }  // namespace lockstep::gradient

@@ -1,10 +1,10 @@
-// Hands gradients over from autograd to a GradientSync.
+// Hands gradients over from autograd to a Reduction.
 #pragma once
 
 #include <vector>
 
-#include "gradient/gradient_sync.h"
 #include "gradient/post_accumulate_hook.h"
+#include "gradient/reduction.h"
 #include "gradient/replicated_parameters.h"
 
 namespace lockstep::gradient {
@@ -13,14 +13,12 @@ namespace lockstep::gradient {
 // All calls for a replica come from its thread.
 class GradientHooks {
  public:
-  GradientHooks(ReplicatedParameters& parameters, GradientSync& sync) : parameters_(parameters), sync_(sync) {
-    expects_backward_.resize(static_cast<std::size_t>(parameters.replicas()));
-  }
+  GradientHooks(ReplicatedParameters& parameters, Reduction& reduction);
   ~GradientHooks();
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
 
-  // Registers hooks on the parameters where the sync takes gradients during backward. Not while a replica runs.
+  // Registers hooks on the parameters where gradients are added during backward. Not while a replica runs.
   void install();
 
   // The replica's next backward is the only one of this step, so its gradients may be sent while it runs. Ends with
@@ -35,15 +33,19 @@ class GradientHooks {
   void drop(int replica);
 
  private:
+  // A replica's, a cache line apart.
+  struct alignas(64) Step {
+    bool expects_backward = false;
+    std::vector<char> added;  // [slot]: whether the reduction has the gradient
+  };
+  Step& of(int replica) { return steps_[static_cast<std::size_t>(replica)]; }
   void require_as_first(int replica) const;
-  void take(int replica, std::size_t slot);
+  void add(int replica, std::size_t slot);
 
   ReplicatedParameters& parameters_;
-  GradientSync& sync_;
-  struct alignas(64) Flag {
-    bool set = false;
-  };
-  std::vector<Flag> expects_backward_;     // [replica]
+  Reduction& reduction_;
+  std::vector<char> takes_;                // [slot]: whether it was trainable when this was made
+  std::vector<Step> steps_;                // [replica]
   std::vector<PostAccumulateHook> hooks_;  // last: removed before what they use
 };
 

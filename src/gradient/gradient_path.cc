@@ -7,10 +7,8 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "gradient/one_pass.h"
-#include "gradient/sharded.h"
-#include "gradient/sharded_one_pass.h"
-#include "gradient/tree.h"
+#include "gradient/bucketed.h"
+#include "gradient/mapped.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "optimizer/describe.h"
@@ -34,48 +32,48 @@ const Communicator& ranks_of(const ReplicatedParameters& parameters, const Optim
 
 // Where all processes share memory nothing is sent, so buckets do not help; unless gradients are to have 16 bits, or
 // processes may be lost.
-std::unique_ptr<gradient::GradientSync> sharded(ReplicatedParameters& parameters, const Communicator& ranks,
-                                                const gradient::GradientPathOptions& options) {
+std::unique_ptr<gradient::Reduction> reduction_with_divided_state(ReplicatedParameters& parameters,
+                                                                  const Communicator& ranks,
+                                                                  const gradient::GradientPathOptions& options) {
   if (!options.buckets.gradient_dtype && !options.elastic) {
-    if (auto one_pass = gradient::ShardedOnePass::make(parameters, ranks)) return one_pass;
+    if (auto mapped = gradient::Mapped::make(parameters, ranks)) return mapped;
   }
-  return std::make_unique<gradient::Sharded>(parameters, ranks, options.buckets,
-                                             options.elastic ? options.elastic->hosts : gradient::Sharded::Hosts());
+  gradient::BucketedOptions bucketed{.buckets = options.buckets, .divide_state = true};
+  if (options.elastic) bucketed.hosts = options.elastic->hosts;
+  return std::make_unique<gradient::Bucketed>(parameters, ranks, std::move(bucketed));
 }
 
-std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
-                                                 const Communicator& ranks,
-                                                 const gradient::GradientPathOptions& options) {
+std::unique_ptr<gradient::Reduction> reduction_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
+                                                   const Communicator& ranks,
+                                                   const gradient::GradientPathOptions& options) {
   if (options.devices) {  // whose programs sum gradients
     if (optimizer.options().gradient_ranks) {
       throw InvalidArgument(
           "the optimizer's gradients are summed with those of other processes, which a compiled "
           "step's are not; let TPUStrategy have the devices of all processes");
     }
-    return std::make_unique<gradient::OnePass>(parameters);
+    return std::make_unique<gradient::Direct>(parameters);
   }
   const bool are_summed = parameters.is_split() && parameters.split()->sums_in_backward();
   if (ranks.size() > 1 || (options.elastic && !are_summed)) {
     if (const auto& own = optimizer.options().gradient_ranks) {
       return std::make_unique<gradient::Bucketed>(
-          parameters, ranks, gradient::BucketOptions{.gradient_dtype = own->gradient_dtype}, own->sum);
+          parameters, ranks,
+          gradient::BucketedOptions{.buckets = {.gradient_dtype = own->gradient_dtype}, .sum = own->sum});
     }
-    if (options.shard_state) return sharded(parameters, ranks, options);
-    return std::make_unique<gradient::Bucketed>(parameters, ranks, options.buckets, /*sum=*/false);
+    if (options.shard_state) return reduction_with_divided_state(parameters, ranks, options);
+    return std::make_unique<gradient::Bucketed>(parameters, ranks,
+                                                gradient::BucketedOptions{.buckets = options.buckets});
   }
-  if (options.make_remote_sync) return options.make_remote_sync(parameters);
-  if (options.exchange == gradient::Exchange::hierarchical_copy && parameters.replicas() > 1)
-    return std::make_unique<gradient::Tree>(parameters);
-  if (options.exchange == gradient::Exchange::reduction_to_one_device)
-    return std::make_unique<gradient::OnePass>(parameters, options.root);
-  return std::make_unique<gradient::OnePass>(parameters);
+  if (options.remote) return options.remote->make_reduction();
+  return std::make_unique<gradient::Direct>(parameters, options.exchange, options.root);
 }
 
-void prepare_sync(gradient::GradientSync& sync, const ReplicatedParameters& parameters, const Optimizer& optimizer,
-                  const Communicator& ranks) {
+void prepare_reduction(gradient::Reduction& reduction, const ReplicatedParameters& parameters,
+                       const Optimizer& optimizer, const Communicator& ranks) {
   if (ranks.size() > 1)
     ranks.check_all_agree("optimizers", text(optimizer::describe(optimizer), "\n", parameters.describe_frozen()));
-  sync.prepare();
+  reduction.prepare();
 }
 
 // With the strategy's workers: those that come later do the same when they are alone.
@@ -84,14 +82,14 @@ bool is_prepared_at_once(const ReplicatedParameters& parameters, const Communica
   return parameters.topology().gradients.size() > 1 || (options.elastic && ranks.size() == 1);
 }
 
-std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& parameters, const Optimizer& optimizer,
-                                                  const Communicator& ranks,
-                                                  const gradient::GradientPathOptions& options) {
+std::unique_ptr<gradient::Reduction> make_reduction(ReplicatedParameters& parameters, const Optimizer& optimizer,
+                                                    const Communicator& ranks,
+                                                    const gradient::GradientPathOptions& options) {
   parameters.update_trainable();
   parameters.regroup();
-  auto sync = sync_for(parameters, optimizer, ranks, options);
-  if (is_prepared_at_once(parameters, ranks, options)) prepare_sync(*sync, parameters, optimizer, ranks);
-  return sync;
+  auto reduction = reduction_for(parameters, optimizer, ranks, options);
+  if (is_prepared_at_once(parameters, ranks, options)) prepare_reduction(*reduction, parameters, optimizer, ranks);
+  return reduction;
 }
 
 // In an elastic job some may have made an update when another process is lost, and others not. Those take values and
@@ -116,14 +114,15 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
       compare_copies_every_(
           ranks_.size() > 1 || options.elastic || parameters_->is_split() ? options.compare_copies_every : 0),
       replaces_differing_copies_(options.replace_differing_copies),
-      sync_(make_sync(*parameters_, optimizer, ranks_, options)),
-      updater_(parameters_, optimizer, *sync_, ranks_that_commit(*parameters_, options)),
-      hooks_(*parameters_, *sync_),
+      remote_(options.remote),
+      reduction_(make_reduction(*parameters_, optimizer, ranks_, options)),
+      updater_(parameters_, optimizer, reduction_->ownership(), ranks_that_commit(*parameters_, options)),
+      hooks_(*parameters_, *reduction_),
       regroups_(parameters_->topology().all.regroups()) {
   if (options.devices) traced_update_.emplace(*parameters_, updater_, *options.devices);
   if (options.elastic) {
     const auto& same_parts = parameters_->is_split() ? parameters_->topology().same_part : ranks_;
-    moving_state_.emplace(parameters_, same_parts, *sync_, !options.elastic->is_newcomer);
+    moving_state_.emplace(parameters_, same_parts, reduction_->ownership(), !options.elastic->is_newcomer);
   }
   if (!is_prepared_at_once(*parameters_, ranks_, options)) return;
   hooks_.install();
@@ -132,7 +131,7 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
 
 void GradientPath::prepare() {
   if (prepared_) return;
-  prepare_sync(*sync_, *parameters_, updater_.optimizer(), ranks_);
+  prepare_reduction(*reduction_, *parameters_, updater_.optimizer(), ranks_);
   hooks_.install();
   prepared_ = true;
 }
@@ -169,36 +168,33 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   }
   hooks_.take_all(replica);
   if (replica == 0) updater_.begin_step();
-  sync_->finish(replica, weight, updater_.loss_scale().used());
-  replicas.barrier(deadline);  // every replica's backward has succeeded: from here on only Groups throw
-  sync_->wait(replicas, deadline);
+  auto sums = reduction_->finish(replicas, weight, /*check_finite=*/updater_.loss_scale().used(), deadline);
 
-  auto totals = sync_->totals();
-  totals.finite = updater_.all_finite(totals.finite);
-  const bool updates = totals.finite && totals.weight > 0;
+  sums.finite = updater_.all_finite(sums.finite);
+  const bool updates = sums.finite && sums.weight > 0;
   if (updates && compares()) {  // before the update, since gathered values are always equal
     if (replica == 0) compare();
     replicas.barrier(deadline);
   }
   bool is_counted = false;
   if (updates) {
-    updater_.update(*sync_, totals.weight * loss_scale / totals.divided_by, replicas, deadline);
+    updater_.update(sums, sums.weight * loss_scale / sums.divided_by, replicas, deadline);
     if (updater_.commits()) {  // others may complete the update from here on, though `publish` may fail
       replicas.barrier(deadline);
       is_counted = true;
       if (replica == 0) {
-        move_loss_scale(totals.finite);
+        move_loss_scale(sums.finite);
         count_update();
       }
     }
-    sync_->publish(replicas, deadline);
+    reduction_->publish(replicas, deadline);
   }
-  if (replica == 0 && totals.weight > 0 && !is_counted) move_loss_scale(totals.finite);
+  if (replica == 0 && sums.weight > 0 && !is_counted) move_loss_scale(sums.finite);
   replicas.barrier(deadline);  // every copy is written, and no other replica reads this one's gradients any more
   parameters_->refresh(replica);
   if (replica == 0 && updates && !is_counted) count_update();  // before anything else that may throw
-  sync_->end_step(replica);
-  if (sync_->during_backward()) replicas.barrier(deadline);  // replica 0's end_step may still use the processes' Group
+  reduction_->end_step(replica, gradient::Reduction::StepEnd::complete);
+  if (reduction_->during_backward()) replicas.barrier(deadline);  // replica 0's end_step may use the processes' Group
 }
 
 void GradientPath::apply_traced(ops::StepTrace& trace, const gradient::TracedWeight& weight) {
@@ -206,7 +202,7 @@ void GradientPath::apply_traced(ops::StepTrace& trace, const gradient::TracedWei
 }
 
 void GradientPath::fetch(Deadline deadline) {
-  sync_->fetch(deadline);
+  if (remote_) remote_->fetch(deadline);
   fetch_from_devices(deadline);
 }
 
@@ -230,12 +226,12 @@ void GradientPath::regroup() {
   if (std::exchange(regroups_, regroups) == regroups) return;
   for (int replica = 0; replica < parameters_->replicas(); ++replica) hooks_.drop(replica);  // of a step that broke off
   parameters_->regroup();
-  sync_->regroup();
-  moving_state_->move(*sync_, updater_);
+  if (prepared_) reduction_->prepare();
+  moving_state_->move(updater_);
 }
 
 void GradientPath::complete_update() {
-  updater_.complete(*sync_);
+  updater_.complete();
   count_update();
 }
 
@@ -286,8 +282,9 @@ bool GradientPath::can_be_recorded() const {
 
 void GradientPath::update_recorded(const Group& replicas, double weight, Deadline deadline) {
   hooks_.take_all(replicas.rank());
-  updater_.update(*sync_, weight, replicas, deadline);
-  sync_->end_step(replicas.rank());
+  const auto sums = reduction_->finish(replicas, weight, /*check_finite=*/false, deadline);
+  updater_.update(sums, weight, replicas, deadline);
+  reduction_->end_step(replicas.rank(), gradient::Reduction::StepEnd::complete);
 }
 
 }  // namespace lockstep

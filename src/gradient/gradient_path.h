@@ -1,4 +1,4 @@
-// The path of gradients, from backward to new values in all copies: hooks, then a sync, then the updater.
+// The path of gradients, from backward to new values in all copies: hooks, then a reduction, then the updater.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +8,31 @@
 #include <string>
 #include <vector>
 
-#include "gradient/bucketed.h"
+#include "gradient/buckets.h"
+#include "gradient/direct.h"
 #include "gradient/gradient_hooks.h"
 #include "gradient/moving_state.h"
+#include "gradient/reduction.h"
 #include "gradient/traced_update.h"
 #include "gradient/updater.h"
 
 namespace lockstep::gradient {
 
-// How the gradients of the replicas of one process are summed.
-enum class Exchange {
-  one_pass,                 // replica i of N sums slice i of all gradients, updates it, and writes it to all copies
-  reduction_to_one_device,  // one replica does this for all slices
-  hierarchical_copy,        // sums pairwise up a tree, updates at its root, copies down the same tree
+// Values that others own and update, such as parameter servers. One thread, while no replica is in a step.
+class RemoteValues {
+ public:
+  virtual ~RemoteValues() = default;
+
+  // Brings the values to all copies of this process: all of them, or those that others have changed since the last
+  // time.
+  virtual void fetch(Deadline deadline) = 0;
+  virtual void fetch_changed(Deadline deadline) = 0;
+
+  // Brings this process's values, which were set from outside, to their owners.
+  virtual void store(Deadline deadline) = 0;
+
+  // Returns the reduction that brings gradients to whoever updates the values. This object must outlive it.
+  virtual std::unique_ptr<Reduction> make_reduction() = 0;
 };
 
 // Of a job in which processes are lost, leave and come.
@@ -31,11 +43,10 @@ struct ElasticRanks {
 
 struct GradientPathOptions {
   Exchange exchange = Exchange::one_pass;
-  int root = 0;              // the replica that updates for all (reduction_to_one_device)
-  BucketOptions buckets;     // between processes
-  bool shard_state = false;  // each process has state for its own shards alone
-  // Makes the sync where others sum and update; null: this process, and those that train with it, do.
-  std::function<std::unique_ptr<GradientSync>(ReplicatedParameters&)> make_remote_sync = {};
+  int root = 0;                               // the replica that updates for all (reduction_to_one_device)
+  BucketOptions buckets;                      // between processes
+  bool shard_state = false;                   // each process has state for its own shards alone
+  std::shared_ptr<RemoteValues> remote = {};  // null: this process, and those that train with it, own the values
   std::shared_ptr<ops::ProgramDevices> devices = {};  // that run compiled programs, and update; null: there are none
   std::int64_t compare_copies_every = 100;            // steps, with several processes; 0: never
   bool replace_differing_copies = false;              // by those that most processes have
@@ -100,7 +111,7 @@ class GradientPath {
   bool completes_updates() const { return updater_.commits(); }
 
   // Whether processes have other parts of the optimizer's state, so that it may be lost with some of them.
-  bool divides_state() const { return sync_->divides_state(); }
+  bool divides_state() const { return reduction_->ownership().is_divided(); }
 
   // For steps that are recorded and replayed (Placement::device, no scaled loss). update_recorded enqueues what `apply`
   // does on the device, for one replica; Updater::begin_step copies the learning rate to the device before each replay,
@@ -111,8 +122,9 @@ class GradientPath {
   ReplicatedParameters& parameters() const { return *parameters_; }
   gradient::Updater& updater() { return updater_; }
   const gradient::Updater& updater() const { return updater_; }
-  gradient::GradientSync& sync() { return *sync_; }
-  const gradient::GradientSync& sync() const { return *sync_; }
+  gradient::Reduction& reduction() { return *reduction_; }
+  const gradient::Reduction& reduction() const { return *reduction_; }
+  gradient::RemoteValues* remote() const { return remote_.get(); }  // null where this process updates the values
 
   // The processes whose gradients are summed: the strategy's, or those that came with the optimizer (GradientRanks).
   const Communicator& ranks() const { return ranks_; }
@@ -131,7 +143,8 @@ class GradientPath {
   const Communicator ranks_;
   const std::int64_t compare_copies_every_;
   const bool replaces_differing_copies_;
-  const std::unique_ptr<gradient::GradientSync> sync_;
+  const std::shared_ptr<gradient::RemoteValues> remote_;
+  const std::unique_ptr<gradient::Reduction> reduction_;
   gradient::Updater updater_;
   std::optional<gradient::TracedUpdate> traced_update_;
   gradient::GradientHooks hooks_;

@@ -10,7 +10,6 @@
 #include <thread>
 
 #include "gradient/net_testing.h"
-#include "gradient/optimizers_testing.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::gradient {

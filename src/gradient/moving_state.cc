@@ -1,15 +1,17 @@
 #include "gradient/moving_state.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <set>
 #include <sstream>
 
 #include "base/text.h"
-#include "gradient/state_messages.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "ops/dtypes.h"
 
 namespace lockstep::gradient {
 namespace {
@@ -43,7 +45,7 @@ std::int64_t newest_of_any(const std::vector<std::map<std::int64_t, int>>& all) 
   throw ClusterError("all workers that had the state of the training were lost before this one got it");
 }
 
-std::string print(const std::vector<std::vector<Shard>>& shards) {
+std::string print(const ShardsOfRanks& shards) {
   std::ostringstream out;
   out << shards.size();
   for (const auto& of_rank : shards) {
@@ -53,11 +55,11 @@ std::string print(const std::vector<std::vector<Shard>>& shards) {
   return out.str();
 }
 
-std::vector<std::vector<Shard>> parse(const std::string& printed) {
+ShardsOfRanks parse(const std::string& printed) {
   std::istringstream in(printed);
   std::size_t ranks = 0;
   in >> ranks;
-  std::vector<std::vector<Shard>> shards(ranks);
+  ShardsOfRanks shards(ranks);
   for (auto& of_rank : shards) {
     std::size_t count = 0;
     in >> count;
@@ -67,21 +69,66 @@ std::vector<std::vector<Shard>> parse(const std::string& printed) {
   return shards;
 }
 
-}  // namespace
-
-MovingState::MovingState(std::shared_ptr<ReplicatedParameters> parameters, Communicator ranks, const GradientSync& sync,
-                         bool has_state)
-    : parameters_(std::move(parameters)), ranks_(std::move(ranks)) {
-  if (has_state) place_ = Place{.version = 0, .rank = ranks_.rank(), .held = sync.held()};
+// Elements of state `index`, flat: a view of the stored values, in the one of the two that has them. Throws Error where
+// this process does not.
+at::Tensor state_in(const Updater::States& states, const Shard& part, std::size_t index) {
+  for (const auto* const one : {&states.own, &states.copies}) {
+    const auto owned = one->owned(part.slot);
+    if (part.begin < owned.begin || part.begin + part.count > owned.begin + owned.count) continue;
+    return one->state(part.slot, index).narrow(0, part.begin - owned.begin, part.count);
+  }
+  throw Error("elements of the optimizer's state that this process does not have");
 }
 
-void MovingState::move(GradientSync& sync, Updater& updater) {
+// Messages that are exchanged at once; elements that are not in the host's memory are copied there.
+class Messages {
+ public:
+  void send(const at::Tensor& elements, int to);
+  void receive(const at::Tensor& elements, int from);
+  void exchange(const Communicator& ranks);  // collective
+
+ private:
+  Buffer buffer_of(const at::Tensor& tensor);
+
+  std::vector<Call> calls_;
+  std::vector<at::Tensor> kept_;                           // while they are sent
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // of what was received: to, from
+};
+
+void Messages::send(const at::Tensor& elements, int to) { calls_.push_back(Call::send(buffer_of(elements.cpu()), to)); }
+
+void Messages::receive(const at::Tensor& elements, int from) {
+  const auto received = elements.is_cpu() ? elements : at::empty_like(elements, at::TensorOptions(at::kCPU));
+  if (!elements.is_cpu()) copies_.emplace_back(elements, received);
+  calls_.push_back(Call::recv(buffer_of(received), from));
+}
+
+void Messages::exchange(const Communicator& ranks) {
+  const at::NoGradGuard no_grad;
+  if (!calls_.empty()) ranks.group().run(calls_, ranks.deadline());
+  for (const auto& [to, from] : copies_) to.copy_(from);
+}
+
+Buffer Messages::buffer_of(const at::Tensor& tensor) {
+  kept_.push_back(tensor);
+  return {tensor.data_ptr(), static_cast<std::size_t>(tensor.numel()), ops::dtype_of(tensor.scalar_type())};
+}
+
+}  // namespace
+
+MovingState::MovingState(std::shared_ptr<ReplicatedParameters> parameters, Communicator ranks,
+                         const Ownership& ownership, bool has_state)
+    : parameters_(std::move(parameters)), ranks_(std::move(ranks)) {
+  if (has_state) place_ = Place{.version = 0, .rank = ranks_.rank(), .held = ownership.held()};
+}
+
+void MovingState::move(Updater& updater) {
   const at::NoGradGuard no_grad;
   const auto all = gather_versions();
-  if (parameters_->topology().all.any(is_lost_)) return lose_state(sync, updater, all, kSomePart);  // some do not know
-  if (sync.divides_state()) return divide_anew(sync, updater, all);
+  if (parameters_->topology().all.any(is_lost_)) return lose_state(updater, all, kSomePart);  // some do not know
+  if (updater.ownership().is_divided()) return divide_anew(updater, all);
   // Those that have the state have all of it, and keep it.
-  std::vector<std::vector<Shard>> had(all.size(), parameters_->trainable()), needed = had;
+  ShardsOfRanks had(all.size(), parameters_->trainable()), needed = had;
   for (std::size_t rank = 0; rank < all.size(); ++rank) (all[rank].empty() ? had : needed)[rank].clear();
   newest_of_any(all);  // throws where nobody has it
   transfer(moves_between(had, needed).moves, updater.states(), updater.states());
@@ -89,31 +136,30 @@ void MovingState::move(GradientSync& sync, Updater& updater) {
   place_ = Place{.rank = ranks_.rank(), .held = {}};
 }
 
-void MovingState::divide_anew(GradientSync& sync, Updater& updater, const std::vector<Versions>& all) {
+void MovingState::divide_anew(Updater& updater, const std::vector<Versions>& all) {
   const auto next_version = newest_of_any(all) + 1;
   const auto version = newest_of_all(all);
   std::string lost = version ? "" : kSomePart;
   ShardMoves moves;
   if (version) {
     go_back_to(*version, updater);
-    moves = moves_between(held_now(*version, all), sync.held());
+    moves = moves_between(held_now(*version, all), updater.ownership().held());
     if (!moves.lost.empty()) lost = names_of(moves.lost);
   }
   // Of a model that is split, others may have lost their part.
-  if (parameters_->topology().all.any(!lost.empty()))
-    return lose_state(sync, updater, all, lost.empty() ? kSomePart : lost);
-  auto states = updater.initial_states(sync);
+  if (parameters_->topology().all.any(!lost.empty())) return lose_state(updater, all, lost.empty() ? kSomePart : lost);
+  auto states = updater.initial_states();
   transfer(moves.moves, updater.states(), states);
-  sync.publish_between_steps();
+  updater.ownership().gather_values(*parameters_);
+  parameters_->spread_first_copy();
   auto states_before = updater.exchange_states(std::move(states));
   if (place_) before_.emplace(std::move(*place_), std::move(states_before));
-  place_ = Place{.version = next_version, .rank = ranks_.rank(), .held = sync.held()};
+  place_ = Place{.version = next_version, .rank = ranks_.rank(), .held = updater.ownership().held()};
   ranks_.group().barrier(ranks_.deadline());
   before_.reset();
 }
 
-void MovingState::lose_state(const GradientSync& sync, Updater& updater, const std::vector<Versions>& all,
-                             const std::string& what) {
+void MovingState::lose_state(Updater& updater, const std::vector<Versions>& all, const std::string& what) {
   const bool is_initial = updater.iterations() == 0;  // the same on all
   if (is_initial) {                                   // the state too
     const auto root = std::find_if_not(all.begin(), all.end(), [](const auto& one) { return one.empty(); });
@@ -121,8 +167,8 @@ void MovingState::lose_state(const GradientSync& sync, Updater& updater, const s
               static_cast<int>(root - all.begin()));
     parameters_->spread_first_copy();
   }
-  updater.exchange_states(updater.initial_states(sync));
-  place_ = Place{.version = newest_of_any(all) + 1, .rank = ranks_.rank(), .held = sync.held()};
+  updater.exchange_states(updater.initial_states());
+  place_ = Place{.version = newest_of_any(all) + 1, .rank = ranks_.rank(), .held = updater.ownership().held()};
   before_.reset();
   is_lost_ = !is_initial;
   if (is_lost_) throw StateLost(text("workers were lost together that alone had ", what));
@@ -163,14 +209,14 @@ void MovingState::go_back_to(std::int64_t version, Updater& updater) {
 }
 
 // [rank]: what is there of the version.
-std::vector<std::vector<Shard>> MovingState::held_now(std::int64_t version, const std::vector<Versions>& all) const {
-  auto held = place_ ? place_->held : std::vector<std::vector<Shard>>();
+ShardsOfRanks MovingState::held_now(std::int64_t version, const std::vector<Versions>& all) const {
+  auto held = place_ ? place_->held : ShardsOfRanks();
   const auto has_none = [&](const Versions& versions) { return !versions.contains(version); };
   if (std::any_of(all.begin(), all.end(), has_none)) {
     const auto root = std::find_if_not(all.begin(), all.end(), has_none) - all.begin();
     held = parse(ranks_.broadcast(print(held), static_cast<int>(root)));
   }
-  std::vector<std::vector<Shard>> now;
+  ShardsOfRanks now;
   for (const auto& versions : all) {
     const auto found = versions.find(version);
     now.push_back(found == versions.end() ? std::vector<Shard>() : held.at(static_cast<std::size_t>(found->second)));
@@ -201,6 +247,39 @@ void MovingState::transfer(const std::vector<ShardMove>& moves, const Updater::S
     move.from == me ? messages.send(values_of(move.part), move.to) : messages.receive(values_of(move.part), move.from);
   }
   messages.exchange(ranks_);
+}
+
+std::vector<at::Tensor> copies_of_state(const Communicator& ranks, const Updater& updater, std::size_t index,
+                                        const ShardsOfRanks& needed) {
+  const at::NoGradGuard no_grad;
+  const auto& states = updater.states();
+  const auto me = ranks.rank();
+  std::vector<at::Tensor> copies;
+  Messages messages;
+  // The moves to a rank come in the order of what it needs, so each shard is a number of them.
+  std::size_t shard = 0;
+  std::int64_t left = 0;
+  for (const auto& move : moves_between(updater.ownership().held(), needed).moves) {
+    if (move.to != me) {
+      if (move.from == me) messages.send(state_in(states, move.part, index), move.to);
+      continue;
+    }
+    if (left == 0) {
+      const auto& whole = needed[static_cast<std::size_t>(me)][shard++];
+      const auto dtype = states.own.dtype(whole.slot);
+      copies.push_back(at::empty({whole.count}, at::TensorOptions(dtype)));
+      left = whole.count;
+    }
+    const auto into = copies.back().narrow(0, copies.back().numel() - left, move.part.count);
+    left -= move.part.count;
+    if (move.from == me) {
+      into.copy_(state_in(states, move.part, index));
+    } else {
+      messages.receive(into, move.from);
+    }
+  }
+  messages.exchange(ranks);
+  return copies;
 }
 
 }  // namespace lockstep::gradient

@@ -9,9 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "gradient/gradient_sync.h"
+#include "gradient/ownership.h"
 #include "gradient/replicated_parameters.h"
-#include "gradient/shard_moves.h"
 #include "gradient/updater.h"
 #include "lockstep/collective/communicator.h"
 
@@ -24,17 +23,17 @@ namespace lockstep::gradient {
 // One thread, between steps.
 class MovingState {
  public:
-  // `sync`: prepared. `has_state`: false in a newcomer, which gets it from the others.
-  MovingState(std::shared_ptr<ReplicatedParameters> parameters, Communicator ranks, const GradientSync& sync,
+  // `ownership`: the first one. `has_state`: false in a newcomer, which gets it from the others.
+  MovingState(std::shared_ptr<ReplicatedParameters> parameters, Communicator ranks, const Ownership& ownership,
               bool has_state);
 
-  // After each regroup of `sync`, behind which all processes that have the state have made the same updates: brings
-  // each process the state and the values that it needs now, from all that have them in parallel. Collective.
+  // After the updater's ownership has changed, when all processes that have the state have made the same updates:
+  // brings each process the state and the values that it needs now, from all that have them in parallel. Collective.
   //
   // Throws, on all, StateLost where some elements' state was in lost processes alone, and again until a whole one is
   // loaded; all have the rule's initial state then, which is right where there was no update yet. And ClusterError
   // where all that had the state are lost, and what the Group throws, after which it is called for the next one.
-  void move(GradientSync& sync, Updater& updater);
+  void move(Updater& updater);
 
   // A whole state was loaded, on all.
   void tell_restored() { is_lost_ = false; }
@@ -42,18 +41,17 @@ class MovingState {
  private:
   struct Place {
     std::int64_t version = 0;
-    int rank = 0;                          // of this process in that membership
-    std::vector<std::vector<Shard>> held;  // [rank]
+    int rank = 0;  // of this process in that membership
+    ShardsOfRanks held;
   };
   using Versions = std::map<std::int64_t, int>;  // of one process: its rank in each
 
-  void divide_anew(GradientSync& sync, Updater& updater, const std::vector<Versions>& all);
-  void lose_state(const GradientSync& sync, Updater& updater, const std::vector<Versions>& all,
-                  const std::string& what);
+  void divide_anew(Updater& updater, const std::vector<Versions>& all);
+  void lose_state(Updater& updater, const std::vector<Versions>& all, const std::string& what);
   std::string names_of(const std::vector<Shard>& lost) const;
   std::vector<Versions> gather_versions() const;
   void go_back_to(std::int64_t version, Updater& updater);
-  std::vector<std::vector<Shard>> held_now(std::int64_t version, const std::vector<Versions>& all) const;
+  ShardsOfRanks held_now(std::int64_t version, const std::vector<Versions>& all) const;
   void transfer(const std::vector<ShardMove>& moves, const Updater::States& from, const Updater::States& to) const;
 
   const std::shared_ptr<ReplicatedParameters> parameters_;
@@ -62,5 +60,10 @@ class MovingState {
   std::optional<Place> place_;                               // of the updater's states; none: it has nothing
   std::optional<std::pair<Place, Updater::States>> before_;  // which not all are known to have given up
 };
+
+// State `index` of the elements in `needed[rank]`, of this process's rank: a flat copy of each, in host memory.
+// Collective, between steps.
+std::vector<at::Tensor> copies_of_state(const Communicator& ranks, const Updater& updater, std::size_t index,
+                                        const ShardsOfRanks& needed);
 
 }  // namespace lockstep::gradient

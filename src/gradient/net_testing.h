@@ -1,4 +1,4 @@
-// For tests: a small net with parameters of several kinds, and data for it.
+// For tests: a small net with parameters of several kinds, data for it, and optimizers.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "gradient/replicated_parameters.h"
+#include "lockstep/optimizer/optimizer.h"
 
 namespace lockstep::gradient {
 
@@ -52,6 +53,23 @@ inline void expect_close(const ReplicatedParameters& a, const ReplicatedParamete
     const double difference = (a.parameter(0, i) - b.parameter(0, i)).abs().max().item<double>();
     EXPECT_LE(difference, tolerance) << a.slots()[i].name;
   }
+}
+
+// Every rule, and every kind of clipping.
+struct NamedOptimizer {
+  const char* name;
+  Optimizer optimizer;
+};
+
+inline std::vector<NamedOptimizer> optimizers() {
+  return {{"sgd", SGD({.learning_rate = 0.05})},
+          {"momentum", SGD({.learning_rate = 0.02, .momentum = 0.9})},
+          {"nesterov, clipvalue", SGD({.learning_rate = 0.02, .momentum = 0.9, .nesterov = true, .clipvalue = 0.1})},
+          {"adam", Adam({.learning_rate = 0.01, .epsilon = 1e-3})},
+          {"adam, clipnorm", Adam({.learning_rate = 0.01, .epsilon = 1e-3, .clipnorm = 0.3})},
+          {"adamw, global clipnorm", AdamW({.learning_rate = 0.01, .epsilon = 1e-3, .global_clipnorm = 0.5})},
+          {"rmsprop", RMSprop({.learning_rate = 0.01, .momentum = 0.5, .epsilon = 1e-3, .centered = true})},
+          {"adagrad", Adagrad({.learning_rate = 0.05})}};
 }
 
 }  // namespace lockstep::gradient

@@ -1,4 +1,5 @@
-// Buffers of replicated modules, such as BatchNorm's running statistics: each replica's own, and their mean.
+// Buffers of replicated modules, such as BatchNorm's running statistics: each replica's own, and their mean. And
+// parameters and buffers as variables of devices that run compiled programs.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
@@ -86,6 +87,26 @@ void ReplicatedParameters::assign_buffer_of(int replica, std::size_t index, cons
   const at::NoGradGuard no_grad;
   const auto& own = buffer(replica, index);
   if (!own.is_same(value)) own.copy_(value);
+}
+
+// With central placement all replicas' parameters are replica 0's, and each has its own buffers.
+void ReplicatedParameters::put_on(ops::ProgramDevices& devices) {
+  std::vector<ops::ProgramDevices::Tensors> hosts;
+  for (const auto& own : parameters_[0]) hosts.push_back({own});
+  for (std::size_t i = 0; i < buffer_names_.size(); ++i) {
+    auto& all = hosts.emplace_back();
+    for (const auto& own : buffers_) all.push_back(own[i]);
+  }
+  variables_ = devices.variables(std::move(hosts));
+}
+
+void ReplicatedParameters::fetch(Deadline deadline) const {
+  if (variables_) variables_->fetch(deadline);
+}
+
+ops::DeviceVariable& ReplicatedParameters::variable(std::size_t slot) const { return (*variables_)[slot]; }
+ops::DeviceVariable& ReplicatedParameters::variable_of_buffer(std::size_t index) const {
+  return (*variables_)[slots_.size() + index];
 }
 
 }  // namespace lockstep

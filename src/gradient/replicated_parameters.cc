@@ -12,7 +12,6 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "collective/refused_by_all.h"
-#include "gradient/found_parameters.h"
 #include "gradient/layer_over_ranks.h"
 #include "gradient/tensor_hash.h"
 #include "lockstep/base/error.h"

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "collective/topology.h"
-#include "gradient/shard_map.h"
+#include "gradient/ownership.h"
 #include "gradient/split_module.h"
 #include "ops/traced_program.h"
 

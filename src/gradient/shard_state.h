@@ -7,8 +7,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "gradient/ownership.h"
 #include "gradient/replicated_parameters.h"
-#include "gradient/shard_map.h"
 #include "lockstep/optimizer/optimizer.h"
 
 namespace lockstep::gradient {

@@ -1,4 +1,5 @@
-// What a process trains of a module that is split over several (module `parallel`).
+// The parameters that a process trains: those of a module, or of its part of a module that is split over several
+// processes (module `parallel`).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,6 +13,10 @@
 
 #include "gradient/parameter_parts.h"
 #include "lockstep/collective/communicator.h"
+
+namespace torch::nn {
+class Module;
+}
 
 namespace lockstep::gradient {
 
@@ -49,5 +54,15 @@ struct SplitModule {
   // null. Collective.
   std::function<void()> after_regroup = {};
 };
+
+// The parameters of a module, each once: by identity, in order of their first names.
+struct FoundParameters {
+  std::vector<at::Tensor> tensors;
+  std::vector<std::vector<std::string>> names;
+  std::vector<TrainedTensor> trained;  // under their first names
+};
+
+FoundParameters find_parameters(const std::vector<TrainedTensor>& trained);
+FoundParameters find_parameters(const torch::nn::Module& module);
 
 }  // namespace lockstep::gradient

@@ -12,12 +12,13 @@
 
 namespace lockstep::gradient {
 
-Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, const GradientSync& gradients,
+Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, const Ownership& ownership,
                  std::optional<Communicator> commits)
     : parameters_(std::move(parameters)),
       optimizer_(std::move(optimizer)),
+      ownership_(ownership),
       commits_(std::move(commits)),
-      states_(initial_states(gradients)),
+      states_(initial_states()),
       loss_scale_(optimizer_.options().loss_scale) {
   if (parameters_->is_split()) part_sums_.emplace(*parameters_);
   if (parameters_->placement() == Placement::device) {
@@ -32,9 +33,9 @@ Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer opt
   }
 }
 
-Updater::States Updater::initial_states(const GradientSync& gradients) const {
-  return {ShardState(*parameters_, optimizer_, gradients.shards()),
-          ShardState(*parameters_, optimizer_, gradients.copies())};
+Updater::States Updater::initial_states() const {
+  return {ShardState(*parameters_, optimizer_, ownership_.own()),
+          ShardState(*parameters_, optimizer_, ownership_.copies())};
 }
 
 Updater::States Updater::exchange_states(States states) {
@@ -56,10 +57,10 @@ UpdateStep Updater::step_after(std::int64_t ahead) const {
 }
 
 // A norm needs all gradients before the first update: one pass sums and squares, a second one updates.
-void Updater::update(const GradientSync& gradients, double divide_by, const Group& replicas, Deadline deadline) {
-  if (!device_updates_.empty()) return update_on_device(gradients, divide_by);
-  Prepared prepared{.divide_by = divide_by};
-  if (clips_by_norm(optimizer_)) sum_and_square(prepared, gradients, replicas, deadline);
+void Updater::update(const Sums& sums, double divide_by, const Group& replicas, Deadline deadline) {
+  if (!device_updates_.empty()) return update_on_device(sums, divide_by);
+  Prepared prepared{.sums = sums, .divide_by = divide_by};
+  if (clips_by_norm(optimizer_)) sum_and_square(prepared, replicas, deadline);
   const bool writes = replicas.rank() == 0;
   if (writes) {
     prepared_ = prepared;
@@ -70,39 +71,38 @@ void Updater::update(const GradientSync& gradients, double divide_by, const Grou
     replicas.barrier(deadline);
   }
   if (writes) phase_ = Phase::committed;
-  update_shards(replicas.rank(), gradients, prepared);
+  update_shards(replicas.rank(), prepared);
 }
 
-void Updater::complete(const GradientSync& gradients) {
+void Updater::complete() {
   if (phase_ != Phase::prepared) throw Error("the update of a step that failed cannot be completed");
   phase_ = Phase::committed;
-  for (int replica = 0; replica < parameters_->replicas(); ++replica) update_shards(replica, gradients, prepared_);
+  for (int replica = 0; replica < parameters_->replicas(); ++replica) update_shards(replica, prepared_);
 }
 
-void Updater::update_shards(int replica, const GradientSync& gradients, const Prepared& prepared) {
+void Updater::update_shards(int replica, const Prepared& prepared) {
   for (const auto* const states : {&states_.own, &states_.copies}) {
-    for_each_shard(
-        *states, replica, gradients, [&]<class T>(T, const Shard& shard, const std::vector<const T*>& sources) {
-          if (clips_by_norm(optimizer_)) {
-            update_shard<T>(*states, shard, {states->summed<T>(shard)},
-                            {.divide_by = 1 / norm_factor(prepared, shard.slot)}, gradients);
-          } else {
-            update_shard<T>(*states, shard, sources, {prepared.divide_by, optimizer_.options().clipvalue}, gradients);
-          }
-        });
+    for_each_shard(*states, replica, prepared.sums,
+                   [&]<class T>(T, const Shard& shard, const std::vector<const T*>& parts) {
+                     if (clips_by_norm(optimizer_)) {
+                       update_shard<T>(*states, shard, {states->summed<T>(shard)},
+                                       {.divide_by = 1 / norm_factor(prepared, shard.slot)});
+                     } else {
+                       update_shard<T>(*states, shard, parts, {prepared.divide_by, optimizer_.options().clipvalue});
+                     }
+                   });
   }
 }
 
 template <class Act>
-void Updater::for_each_shard(const ShardState& states, int replica, const GradientSync& gradients,
-                             const Act& act) const {
+void Updater::for_each_shard(const ShardState& states, int replica, const Sums& sums, const Act& act) const {
   for (const auto& shard : states.shards().of(replica)) {
-    const auto sources = gradients.sources(shard.slot);
-    if (sources.empty()) continue;
     const auto visit = [&]<class T>(T) {
-      std::vector<const T*> begins;
-      for (const auto* const source : sources) begins.push_back(source->const_data_ptr<T>() + shard.begin);
-      act(T(), shard, begins);
+      std::vector<const T*> parts;
+      for (const auto& part : sums.parts) {
+        if (part[shard.slot].defined()) parts.push_back(part[shard.slot].template const_data_ptr<T>() + shard.begin);
+      }
+      if (!parts.empty()) act(T(), shard, parts);
     };
     if (parameters_->slots()[shard.slot].dtype == at::kDouble) {
       visit(double());
@@ -114,27 +114,36 @@ void Updater::for_each_shard(const ShardState& states, int replica, const Gradie
 
 template <class T>
 void Updater::update_shard(const ShardState& states, const Shard& shard, const std::vector<const T*>& gradients,
-                           const optimizer::GradientScale& scale, const GradientSync& sync) {
+                           const optimizer::GradientScale& scale) const {
   const auto& slot = parameters_->slots()[shard.slot];
   const auto offset = slot.offset + shard.begin;
   std::vector<T*> values;
-  for (const auto& flat : sync.written(slot.dtype)) values.push_back(flat.template mutable_data_ptr<T>() + offset);
+  for (const auto& flat : written(slot.dtype)) values.push_back(flat.template mutable_data_ptr<T>() + offset);
   std::vector<T*> state;
   for (std::size_t i = 0; i < states.states(); ++i) state.push_back(states.state<T>(shard, i));
   optimizer::reduce_and_update<T>(optimizer_, step_, scale,
                                   {gradients, values, state, static_cast<std::size_t>(shard.count)});
 }
 
-void Updater::update_on_device(const GradientSync& gradients, double divide_by) {
+std::span<const at::Tensor> Updater::written(at::ScalarType dtype) const {
+  switch (ownership_.writes()) {
+    case Ownership::Writes::all_copies: return parameters_->flats(dtype);
+    case Ownership::Writes::first_copy: return parameters_->flats(dtype).first(1);
+    case Ownership::Writes::first_copies: return parameters_->shared_values(dtype);
+  }
+  throw Error("an unknown kind of copies");
+}
+
+void Updater::update_on_device(const Sums& sums, double divide_by) {
   for (auto& [dtype, on_device] : device_updates_) {
     DeviceParameters parameters;
     parameters.states.resize(states_.own.states());
     for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {
-      const auto sources = gradients.sources(i);
-      if (parameters_->slots()[i].dtype != dtype || sources.empty()) continue;
+      const auto& sum = sums.parts[0][i];  // the only part
+      if (parameters_->slots()[i].dtype != dtype || !sum.defined()) continue;
       const auto& parameter = parameters_->parameter(0, i);
       parameters.values.push_back(parameter.detach());
-      parameters.gradients.push_back(sources[0]->view(parameter.sizes()).to(parameter.device()));
+      parameters.gradients.push_back(sum.view(parameter.sizes()).to(parameter.device()));
       for (std::size_t k = 0; k < parameters.states.size(); ++k) parameters.states[k].push_back(state(i, k));
     }
     if (!parameters.values.empty()) on_device.update.apply(parameters, divide_by, on_device.numbers);
@@ -142,21 +151,20 @@ void Updater::update_on_device(const GradientSync& gradients, double divide_by) 
 }
 
 // Keeps the means of this replica's shards, and sums the squares of their norms over all owners.
-void Updater::sum_and_square(Prepared& prepared, const GradientSync& gradients, const Group& replicas,
-                             Deadline deadline) {
+void Updater::sum_and_square(Prepared& prepared, const Group& replicas, Deadline deadline) {
   auto& squares = prepared.squares;
   squares.resize(parameters_->slots().size());
   for (const auto* const states : {&states_.own, &states_.copies}) {
-    for_each_shard(*states, replicas.rank(), gradients,
-                   [&]<class T>(T, const Shard& shard, const std::vector<const T*>& sources) {
+    for_each_shard(*states, replicas.rank(), prepared.sums,
+                   [&]<class T>(T, const Shard& shard, const std::vector<const T*>& parts) {
                      const auto count = static_cast<std::size_t>(shard.count);
                      auto* const summed = states->summed<T>(shard);
-                     optimizer::sum_gradients<T>(sources, {.divide_by = prepared.divide_by}, summed, count);
+                     optimizer::sum_gradients<T>(parts, {.divide_by = prepared.divide_by}, summed, count);
                      if (states == &states_.copies) return;  // its owner adds it
                      squares[shard.slot] += kernels::update_kernels<T>().sum_of_squares(summed, count);
                    });
   }
-  gradients.sum_over_owners(squares, replicas, deadline);
+  ownership_.sum_over_owners(squares, replicas, deadline);
   prepared.all_squares =
       part_sums_ ? part_sums_->sum_squares(squares) : std::accumulate(squares.begin(), squares.end(), 0.0);
 }
@@ -181,6 +189,10 @@ at::Tensor Updater::state(std::size_t slot, std::size_t index) const {
   const auto& info = parameters_->slots()[slot];
   const auto own = states_.own.state(slot, index);
   return own.numel() == info.numel ? own.view(info.sizes) : own;
+}
+
+at::Tensor Updater::whole_state(std::size_t slot, std::size_t index) const {
+  return ownership_.gather_slot(slot, parameters_->slots()[slot].sizes, state(slot, index));
 }
 
 std::vector<std::pair<at::Tensor, at::Tensor>> Updater::parts_of(std::size_t slot, std::size_t index,

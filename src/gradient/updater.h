@@ -2,17 +2,18 @@
 // update.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "gradient/device_update.h"
-#include "gradient/gradient_sync.h"
-#include "gradient/loss_scale.h"
 #include "gradient/parameter_parts.h"
+#include "gradient/reduction.h"
 #include "gradient/replicated_parameters.h"
 #include "gradient/shard_state.h"
 #include "lockstep/optimizer/optimizer.h"
@@ -20,19 +21,59 @@
 
 namespace lockstep::gradient {
 
+// The factor of LossScaleOptimizer while it trains. Without options always 1. Else between 1 (or the initial scale, if
+// that is less) and 2^64: float could not hold a larger divisor of gradients. One thread at a time.
+class LossScale {
+ public:
+  explicit LossScale(const std::optional<LossScaleOptions>& options) : options_(options) { restart(); }
+
+  bool used() const { return options_.has_value(); }
+  double value() const { return value_; }
+  std::int64_t steps() const { return steps_; }      // updates since the value moved
+  std::int64_t skipped() const { return skipped_; }  // steps in all whose gradients were not finite
+
+  // Called after each step with whether its gradients were finite. Returns false where they were not, even with the
+  // smallest scale.
+  bool move(bool finite) {
+    if (!used()) return true;
+    if (!finite) ++skipped_;
+    const bool doubles = finite && ++steps_ >= options_->dynamic_growth_steps;
+    if (finite && !doubles) return true;
+    const double least = std::min(1.0, options_->initial_scale), before = value_;
+    value_ = std::clamp(value_ * (doubles ? 2 : 0.5), least, kMost);
+    steps_ = 0;
+    return finite || before > least;
+  }
+  void restore(double value, std::int64_t steps, std::int64_t skipped) {
+    value_ = value;
+    steps_ = steps;
+    skipped_ = skipped;
+  }
+  void restart() { restore(options_ ? options_->initial_scale : 1, 0, 0); }
+
+ private:
+  static constexpr double kMost = 18446744073709551616.0;  // 2^64
+
+  std::optional<LossScaleOptions> options_;
+  double value_ = 1;
+  std::int64_t steps_ = 0, skipped_ = 0;
+};
+
 // `update` is called by every replica's thread at once; everything else by one thread while no replica is in a step,
 // unless its comment says otherwise.
 class Updater {
  public:
-  // The state of `gradients.shards()`, and of `gradients.copies()`. `commits`: processes of an elastic job that wait
-  // for each other before each update: when one goes on, all have all that their updates need, so that each can
-  // complete its own where others have begun theirs.
-  Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, const GradientSync& gradients,
+  // Has the state of ownership.own() and ownership.copies(). `ownership` belongs to a reduction, which must outlive
+  // this object; its value may change between steps, before exchange_states. `commits`: processes of an elastic job
+  // that wait for each other before each update: when one goes on, all have all that their updates need, so that each
+  // can complete its own where others have begun theirs.
+  Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, const Ownership& ownership,
           std::optional<Communicator> commits = {});
 
   bool commits() const { return commits_.has_value(); }
 
   const Optimizer& optimizer() const { return optimizer_; }
+  const Ownership& ownership() const { return ownership_; }
 
   // What the update after `ahead` others is made with.
   UpdateStep step_after(std::int64_t ahead) const;
@@ -40,13 +81,13 @@ class Updater {
   // Sets the learning rate of the next update. Called by one replica, before the barrier that precedes `update`.
   void begin_step();
 
-  // Divides the sums of `gradients` by `divide_by`, clips them, and updates this replica's shards in all written
-  // copies, after a barrier of those that commit. Throws what the Groups throw.
-  void update(const GradientSync& gradients, double divide_by, const Group& replicas, Deadline deadline);
+  // Divides the sums by `divide_by`, clips them, and updates this replica's shards in the copies that an owner writes,
+  // after a barrier of those that commit. Throws what the Groups throw.
+  void update(const Sums& sums, double divide_by, const Group& replicas, Deadline deadline);
 
   // After an `update` that threw in that barrier, though others have passed it: makes it, for all
   // replicas. Throws Error where there is none.
-  void complete(const GradientSync& gradients);
+  void complete();
 
   // The number of updates so far. Written by one replica between two barriers.
   std::int64_t iterations() const { return iterations_; }
@@ -83,6 +124,10 @@ class Updater {
   std::vector<std::pair<at::Tensor, at::Tensor>> parts_of(std::size_t slot, std::size_t index,
                                                           const at::Tensor& whole) const;
 
+  // The whole of state `index` of the parameter on rank 0; elsewhere undefined, or the same. Collective over the
+  // processes where the state is divided.
+  at::Tensor whole_state(std::size_t slot, std::size_t index) const;
+
   std::int64_t state_bytes() const { return states_.own.bytes() + states_.copies.bytes(); }
 
   // The state of the shards that this process owns, and of those of another process that it updates as well, so that
@@ -90,7 +135,7 @@ class Updater {
   struct States {
     ShardState own, copies;
   };
-  States initial_states(const GradientSync& gradients) const;
+  States initial_states() const;
   const States& states() const { return states_; }
   States exchange_states(States states);
 
@@ -99,29 +144,32 @@ class Updater {
   bool state_is_as_remembered() const { return !remembered_ || *remembered_ == states_.own.hash(); }
 
  private:
-  // What an update needs beside the sums.
+  // Constant while replicas update.
   struct Prepared {
+    Sums sums;
     double divide_by = 1;
     std::vector<double> squares;  // [slot]: of the sums' norms, where the optimizer clips by them
     double all_squares = 0;       // their sum over the model
   };
 
   double learning_rate_after(std::int64_t ahead) const;
-  void update_on_device(const GradientSync& gradients, double divide_by);
-  void sum_and_square(Prepared& prepared, const GradientSync& gradients, const Group& replicas, Deadline deadline);
-  void update_shards(int replica, const GradientSync& gradients, const Prepared& prepared);
+  void update_on_device(const Sums& sums, double divide_by);
+  void sum_and_square(Prepared& prepared, const Group& replicas, Deadline deadline);
+  void update_shards(int replica, const Prepared& prepared);
+  std::span<const at::Tensor> written(at::ScalarType dtype) const;
   double norm_factor(const Prepared& prepared, std::size_t slot) const;
 
-  // Calls act(T(), shard, sources) for each of the replica's shards in `states` that anybody has a gradient for.
+  // Calls act(T(), shard, parts) for each of the replica's shards in `states` that anybody has a gradient for.
   template <class Act>
-  void for_each_shard(const ShardState& states, int replica, const GradientSync& gradients, const Act& act) const;
+  void for_each_shard(const ShardState& states, int replica, const Sums& sums, const Act& act) const;
   template <class T>
   void update_shard(const ShardState& states, const Shard& shard, const std::vector<const T*>& gradients,
-                    const optimizer::GradientScale& scale, const GradientSync& sync);
+                    const optimizer::GradientScale& scale) const;
 
   // Constant after construction.
   const std::shared_ptr<ReplicatedParameters> parameters_;
   const Optimizer optimizer_;
+  const Ownership& ownership_;
   const std::optional<Communicator> commits_;
 
   States states_;

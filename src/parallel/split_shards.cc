@@ -4,8 +4,8 @@
 
 #include <map>
 
+#include "gradient/ownership.h"
 #include "gradient/parameter_parts.h"
-#include "gradient/shard_map.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/tied_parameters.h"
 

@@ -8,7 +8,7 @@
 #include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/server_cluster.h"
-#include "strategy/parameter_server_sync.h"
+#include "strategy/server_reduction.h"
 #include "strategy/strategy_impl.h"
 #include "strategy/unwrap.h"
 
@@ -61,7 +61,7 @@ struct ClusterCoordinator::State {
       const auto& client = *strategy::servers_of(*path);
       if (servers.was_trained(client)) continue;  // the program has to restore a checkpoint
       servers.claims_first_values(client);
-      if (servers.tell_training(client)) path->sync().store(strategy->deadline());
+      if (servers.tell_training(client)) path->remote()->store(strategy->deadline());
       servers.coordinator().set_trained_by_program(client.model());
     }
     servers.coordinator().begin_steps(call);
@@ -91,7 +91,7 @@ struct ClusterCoordinator::State {
       const auto step = steps.find(next.function);
       if (step == steps.end()) throw InvalidArgument(text("no step \"", next.function, "\" is defined here"));
       for (const auto& path : paths) {
-        path->sync().fetch_changed(strategy->deadline());
+        path->remote()->fetch_changed(strategy->deadline());
         strategy::servers_of(*path)->begin(next);
       }
       report.output = print(step->second(parse("a step's arguments", next.arguments)));
@@ -166,7 +166,7 @@ void ClusterCoordinator::join() { state_->queue()->join(state_->timeout_seconds(
 bool ClusterCoordinator::done() const { return !state_->servers.is_chief() || state_->queue()->done(); }
 
 void ClusterCoordinator::pull_variables() {
-  for (const auto& path : state_->strategy->paths_of_loops()) path->sync().fetch(state_->strategy->deadline());
+  for (const auto& path : state_->strategy->paths_of_loops()) path->remote()->fetch(state_->strategy->deadline());
 }
 
 PerWorkerValues<DistributedIterator> ClusterCoordinator::create_per_worker_dataset(

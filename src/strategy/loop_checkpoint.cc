@@ -5,7 +5,7 @@
 #include "lockstep/base/error.h"
 #include "parameter_server/server_checkpoint.h"
 #include "parameter_server/server_cluster.h"
-#include "strategy/parameter_server_sync.h"
+#include "strategy/server_reduction.h"
 
 namespace lockstep::strategy {
 namespace {
@@ -19,7 +19,7 @@ parameter_server::ServerCluster& servers_of_chief(const StrategyImpl& strategy) 
 
 // So that the module's trackable has them too.
 void pull(const StrategyImpl& strategy, GradientPath& gradients, const parameter_server::SavedSteps& steps) {
-  gradients.sync().fetch(strategy.deadline());
+  gradients.remote()->fetch(strategy.deadline());
   gradients.updater().set_iterations(steps.updates);
 }
 
@@ -28,7 +28,7 @@ void save(const StrategyImpl& strategy, GradientPath& gradients, const std::stri
   const auto& model = *servers_of(gradients);
   servers.require_known(model);
   const auto steps = parameter_server::write_loop_checkpoint(
-      *servers.coordinator().steps(), model, path, [&] { gradients.sync().store(strategy.deadline()); },
+      *servers.coordinator().steps(), model, path, [&] { gradients.remote()->store(strategy.deadline()); },
       strategy.deadline());
   servers.tell_checkpoint(model, checkpoint::absolute_path(checkpoint_file(path)).string());
   servers.coordinator().tell_saved(model.model(), steps.end);

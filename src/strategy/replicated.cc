@@ -15,8 +15,8 @@
 #include "gradient/gradient_path.h"
 #include "lockstep/base/error.h"
 #include "lockstep/strategy/strategy.h"
-#include "strategy/parameter_server_sync.h"
 #include "strategy/replicated_state.h"
+#include "strategy/server_reduction.h"
 
 namespace lockstep {
 namespace {
@@ -272,7 +272,7 @@ struct LoadedCounters {
     std::int64_t steps = 0, skipped = 0;
   };
   std::optional<Scale> loss_scale;
-  gradient::GradientSync::State sync;
+  gradient::Reduction::State sums;
 };
 
 LoadedCounters load_counters(const Archive& archive, const std::string& prefix, const std::string& expected_rule,
@@ -287,11 +287,11 @@ LoadedCounters load_counters(const Archive& archive, const std::string& prefix, 
   const auto listed = archive.entries.find(joined(prefix, order_name));
   if (listed != archive.entries.end()) {
     std::istringstream numbers(listed->second);
-    for (std::int64_t slot = 0; numbers >> slot;) loaded.sync.order.push_back(slot);
+    for (std::int64_t slot = 0; numbers >> slot;) loaded.sums.order.push_back(slot);
   }
   for (const auto* const name : {"weight_scale", "usual_weight"}) {  // the second in files of earlier versions
     if (archive.entries.contains(joined(prefix, name))) {
-      loaded.sync.weight_scale = archive.number(joined(prefix, name));
+      loaded.sums.weight_scale = archive.number(joined(prefix, name));
     }
   }
   const auto scale = joined(prefix, "loss_scale");
@@ -318,7 +318,7 @@ Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) 
     if (const auto rate = updater.learning_rate_override()) {
       archive.set_numbers(joined(prefix, "learning_rate"), {*rate});
     }
-    const auto state = gradients->sync().state();
+    const auto state = gradients->reduction().state();
     if (!state.order.empty())
       archive.entries[joined(prefix, name_of_order(gradients->parameters()))] = join(state.order, " ");
     if (state.weight_scale > 0) archive.set_numbers(joined(prefix, "weight_scale"), {state.weight_scale});
@@ -331,7 +331,7 @@ Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) 
     const auto loaded = load_counters(archive, prefix, gradients->updater().optimizer().rule().name(),
                                       name_of_order(gradients->parameters()));
     return [gradients, loaded] {
-      gradients->sync().restore(loaded.sync);
+      gradients->reduction().restore(loaded.sums);
       auto& updater = gradients->updater();
       auto& scale = updater.loss_scale();
       if (scale.used()) {
@@ -363,7 +363,7 @@ Trackable ReplicatedOptimizer::trackable() const {
     save_with_parts(parameters, archive, [&](Archive& mine) {
       counters.save(mine, prefix);
       each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
-        const auto all = gradients->sync().gather_from_owners(slot, gradients->updater().state(slot, index));
+        const auto all = gradients->updater().whole_state(slot, index);
         if (all.defined()) save_slot(parameters, slot, all, mine, name);
       });
     });

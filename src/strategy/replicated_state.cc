@@ -4,7 +4,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "strategy/parameter_server_sync.h"
+#include "strategy/server_reduction.h"
 
 namespace lockstep {
 

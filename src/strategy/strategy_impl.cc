@@ -13,7 +13,7 @@
 #include "base/text.h"
 #include "elastic/failures.h"
 #include "lockstep/base/version.h"
-#include "strategy/parameter_server_sync.h"
+#include "strategy/server_reduction.h"
 
 namespace lockstep {
 namespace {
@@ -186,11 +186,9 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
   parameters->update_trainable();
   const std::shared_ptr<parameter_server::Client> client = servers()->make_model(
       {.variables = strategy::variables_of(*parameters), .tables = strategy::tables_of(*parameters)}, optimizer);
-  options.make_remote_sync = [&](ReplicatedParameters& of) {
-    return std::make_unique<strategy::ParameterServerSync>(of, client, settings_.timeout_seconds);
-  };
+  options.remote = std::make_shared<strategy::ServerValues>(*parameters, client, settings_.timeout_seconds);
   auto path = std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
-  if (servers()->is_chief() && !servers()->was_trained(*client)) path->sync().store(deadline());
+  if (servers()->is_chief() && !servers()->was_trained(*client)) path->remote()->store(deadline());
   return path;
 }
 

@@ -4,7 +4,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "strategy/parameter_server_sync.h"
+#include "strategy/server_reduction.h"
 #include "strategy/split.h"
 #include "train/fit_options.h"
 #include "train/led_by_chief.h"
@@ -92,7 +92,7 @@ class AssignedSteps final : public StepSource {
   }
 
  private:
-  void store() { impl_.gradients->sync().store(unwrap(impl_.strategy).deadline()); }
+  void store() { impl_.gradients->remote()->store(unwrap(impl_.strategy).deadline()); }
 
   void begin() {
     const auto& client = *strategy::servers_of(*impl_.gradients);

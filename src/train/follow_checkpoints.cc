@@ -5,7 +5,7 @@
 #include "checkpoint/sharded_archive.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/server_checkpoint.h"
-#include "strategy/parameter_server_sync.h"
+#include "strategy/server_reduction.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/evaluate.h"
 #include "train/model_impl.h"

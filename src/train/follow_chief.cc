@@ -4,7 +4,7 @@
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/chief_state.h"
-#include "strategy/parameter_server_sync.h"
+#include "strategy/server_reduction.h"
 #include "strategy/split.h"
 #include "train/fit_options.h"
 #include "train/follow_checkpoints.h"
@@ -119,7 +119,7 @@ class Worker {
     if (!batch) return {.kind = Report::Kind::no_batch, .task = next.task};
     impl_.steps = next.task.step;
     impl_.part_of_step = next.task.part;
-    impl_.gradients->sync().fetch_changed(unwrap(impl_.strategy).deadline());
+    impl_.gradients->remote()->fetch_changed(unwrap(impl_.strategy).deadline());
     strategy::servers_of(*impl_.gradients)->begin(next);
     impl_.tracker->reset();
     try {

@@ -4,7 +4,7 @@
 #include "checkpoint/files.h"
 #include "data/stored_tensor.h"
 #include "parameter_server/server_checkpoint.h"
-#include "strategy/parameter_server_sync.h"
+#include "strategy/server_reduction.h"
 #include "train/local_state.h"
 #include "train/model_impl.h"
 
@@ -86,7 +86,7 @@ void LedByChief::write_with_servers(const std::string& path) const {
   };
   servers_.require_known(client());
   parameter_server::write_checkpoint(
-      servers_.coordinator(), client(), path, own_state, [&] { impl_.gradients->sync().store(deadline_of(impl_)); },
+      servers_.coordinator(), client(), path, own_state, [&] { impl_.gradients->remote()->store(deadline_of(impl_)); },
       deadline_of(impl_));
   servers_.tell_checkpoint(client(), checkpoint::absolute_path(checkpoint_file(path)).string());
 }
@@ -119,7 +119,7 @@ Archive LedByChief::with_own_variables(Archive archive) const {
 }
 
 void LedByChief::tell_of_weights() const {
-  if (impl_.gradients) impl_.gradients->sync().store(deadline_of(impl_));
+  if (impl_.gradients) impl_.gradients->remote()->store(deadline_of(impl_));
   if (servers_.is_chief()) tell_workers();
 }
 

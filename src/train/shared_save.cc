@@ -9,7 +9,7 @@
 
 #include "base/text.h"
 #include "cluster/strings.h"
-#include "gradient/state_messages.h"
+#include "gradient/moving_state.h"
 #include "ops/dtypes.h"
 #include "strategy/replicated_state.h"
 
@@ -87,7 +87,7 @@ std::vector<at::Tensor> copy_part(const ModelImpl& impl, const std::vector<Large
   for (int state = 0; state < states; ++state) {
     std::vector<std::vector<Shard>> needed;
     for (const auto& range : ranges) needed.push_back(elements_in(range, state, tensors));
-    copies.push_back(gradient::copies_of_state(impl.topology.all, impl.gradients->sync(), impl.gradients->updater(),
+    copies.push_back(gradient::copies_of_state(impl.topology.all, impl.gradients->updater(),
                                                static_cast<std::size_t>(state), needed));
   }
   std::vector<at::Tensor> part;

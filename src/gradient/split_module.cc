@@ -1,4 +1,4 @@
-#include "gradient/found_parameters.h"
+#include "gradient/split_module.h"
 
 #include <torch/nn/module.h>
 

@@ -1,5 +1,5 @@
 // Workers on threads and servers in this process, against replicas of one process in double precision.
-#include "strategy/parameter_server_sync.h"
+#include "strategy/server_reduction.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,6 @@
 
 #include "gradient/gradient_path.h"
 #include "gradient/net_testing.h"
-#include "gradient/optimizers_testing.h"
 #include "parameter_server/connection_in_process_testing.h"
 
 namespace lockstep::strategy {
@@ -87,18 +86,17 @@ std::shared_ptr<ReplicatedParameters> synchronous(int workers, int replicas, int
   for (int worker = 0; worker < workers; ++worker) {
     threads.emplace_back([&, worker] {
       const auto client = std::make_shared<Client>(servers.model, servers.places, servers.connections);
-      GradientPath path(all[static_cast<std::size_t>(worker)], optimizer, {.make_remote_sync = [&](auto& of) {
-                          return std::make_unique<ParameterServerSync>(of, client, 600);
-                        }});
+      const auto& parameters = all[static_cast<std::size_t>(worker)];
+      GradientPath path(parameters, optimizer, {.remote = std::make_shared<ServerValues>(*parameters, client, 600)});
       path.prepare();
       const auto groups = make_thread_groups(replicas);
       for (std::size_t i = 0; i < data.size(); ++i) {
         client->begin({.task = {static_cast<std::int64_t>(i), worker}});
-        path.sync().fetch_changed(soon());
+        path.remote()->fetch_changed(soon());
         step(path, groups, data[i], worker * replicas, workers * replicas);
         steps.arrive_and_wait();
       }
-      path.sync().fetch(soon());
+      path.remote()->fetch(soon());
       EXPECT_EQ(path.updater().state_bytes(), 0);
     });
   }
@@ -106,7 +104,7 @@ std::shared_ptr<ReplicatedParameters> synchronous(int workers, int replicas, int
   return result;
 }
 
-TEST(ParameterServerSync, SynchronousStepsGiveTheWeightsOfMirroredReplicas) {
+TEST(ServerReduction, SynchronousStepsGiveTheWeightsOfMirroredReplicas) {
   for (const auto& [name, optimizer] : optimizers()) {
     if (optimizer.options().clipnorm || optimizer.options().global_clipnorm) continue;
     const auto doubles = batches(50, at::kDouble), floats = batches(20, at::kFloat);

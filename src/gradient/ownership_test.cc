@@ -1,4 +1,4 @@
-#include "gradient/shard_moves.h"
+#include "gradient/ownership.h"
 
 #include <gtest/gtest.h>
 
@@ -6,12 +6,10 @@
 #include <random>
 #include <utility>
 
-#include "gradient/sharded.h"
-
 namespace lockstep::gradient {
 namespace {
 
-using Lists = std::vector<std::vector<Shard>>;
+using Lists = ShardsOfRanks;
 
 // [rank]: which elements, as (slot, element), it has.
 using Elements = std::vector<std::map<std::pair<std::size_t, std::int64_t>, int>>;

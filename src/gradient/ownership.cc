@@ -1,0 +1,209 @@
+#include "gradient/ownership.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+
+#include "collective/calls.h"
+#include "gradient/replicated_parameters.h"
+#include "ops/dtypes.h"
+
+namespace lockstep::gradient {
+namespace {
+
+// Shards are cut at multiples of this many elements: whole cache lines for float and double.
+constexpr std::int64_t kCut = 16;
+
+// Elements below which a part is not divided among those that have it.
+constexpr std::int64_t kDivided = 16384;
+
+struct Holder {
+  int rank;
+  std::int64_t begin, end;
+};
+using Holders = std::map<std::size_t, std::vector<Holder>>;  // [slot]
+
+Holders holders_of(const ShardsOfRanks& had) {
+  Holders holders;
+  for (std::size_t rank = 0; rank < had.size(); ++rank) {
+    for (const auto& shard : had[rank]) {
+      holders[shard.slot].push_back({static_cast<int>(rank), shard.begin, shard.begin + shard.count});
+    }
+  }
+  return holders;
+}
+
+// Where, within the shard, another set of ranks begins to have the elements; and its end.
+std::vector<std::int64_t> cuts_of(const Shard& shard, const std::vector<Holder>& holders) {
+  std::vector<std::int64_t> cuts{shard.begin, shard.begin + shard.count};
+  for (const auto& holder : holders) {
+    for (const auto at : {holder.begin, holder.end}) {
+      if (at > shard.begin && at < shard.begin + shard.count) cuts.push_back(at);
+    }
+  }
+  std::sort(cuts.begin(), cuts.end());
+  cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+  return cuts;
+}
+
+void add_moves(const Shard& part, const std::vector<int>& from, int to, std::vector<ShardMove>& moves) {
+  const auto count = static_cast<std::int64_t>(from.size());
+  if (part.count < kDivided) {
+    const auto one = static_cast<std::int64_t>(part.slot) + to;
+    moves.push_back({from[static_cast<std::size_t>(one % count)], to, part});
+    return;
+  }
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto begin = part.count * i / count, end = part.count * (i + 1) / count;
+    moves.push_back({from[static_cast<std::size_t>(i)], to, {part.slot, part.begin + begin, end - begin}});
+  }
+}
+
+}  // namespace
+
+ShardMap ShardMap::all_to(int owner, std::vector<Shard> owned, int owners) {
+  ShardMap map(std::move(owned), owners);
+  map.shares_[static_cast<std::size_t>(owner)] = map.owned_;
+  return map;
+}
+
+ShardMap ShardMap::even(std::vector<Shard> owned, int owners) {
+  ShardMap map(std::move(owned), owners);
+  std::int64_t total = 0;
+  for (const auto& shard : map.owned_) total += shard.count;
+  std::int64_t owner = 0, done = 0;
+  const auto end_of = [&](std::int64_t one) { return total * (one + 1) / owners; };
+  for (const auto& shard : map.owned_) {
+    for (std::int64_t at = 0; at < shard.count;) {
+      while (owner + 1 < owners && done >= end_of(owner)) ++owner;
+      std::int64_t count = shard.count - at;
+      if (owner + 1 < owners) count = std::min(count, (end_of(owner) - done + kCut - 1) / kCut * kCut);
+      map.shares_[static_cast<std::size_t>(owner)].push_back({shard.slot, shard.begin + at, count});
+      at += count;
+      done += count;
+    }
+  }
+  return map;
+}
+
+std::int64_t OwnedRange::count() const {
+  return static_cast<std::int64_t>(std::accumulate(counts.begin(), counts.end(), std::size_t{0}));
+}
+
+Ownership::Ownership(ShardMap own, int processes, Writes writes)
+    : own_(std::move(own)), held_(static_cast<std::size_t>(processes), own_.owned()), writes_(writes) {}
+
+Ownership::Ownership(Communicator ranks, ShardsOfRanks shards, int replicas, Writes writes, int distance_of_copies,
+                     std::vector<OwnedRange> ranges)
+    : ranks_(std::move(ranks)),
+      shards_(std::move(shards)),
+      distance_of_copies_(distance_of_copies),
+      ranges_(std::move(ranges)),
+      own_(ShardMap::even(shards_[static_cast<std::size_t>(ranks_->rank())], replicas)),
+      held_(shards_),
+      writes_(writes) {
+  if (distance_of_copies == 0) return;
+  copies_ = ShardMap::even(shards_[static_cast<std::size_t>(copied_rank())], replicas);
+  const auto size = shards_.size();
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    const auto& copied = shards_[(rank + size - static_cast<std::size_t>(distance_of_copies)) % size];
+    held_[rank].insert(held_[rank].end(), copied.begin(), copied.end());
+  }
+}
+
+int Ownership::copied_rank() const {
+  const int size = static_cast<int>(shards_.size());
+  return (ranks_->rank() + size - distance_of_copies_) % size;
+}
+
+int Ownership::rank_of_copies() const {
+  return (ranks_->rank() + distance_of_copies_) % static_cast<int>(shards_.size());
+}
+
+void Ownership::sum_over_owners(std::span<double> values, const Group& replicas, Deadline deadline) const {
+  replicas.all_reduce(buffer_of(values), ReduceOp::sum, deadline);
+  if (!ranks_) return;
+  if (replicas.rank() == 0) ranks_->sum(values);
+  replicas.broadcast(buffer_of(values), 0, deadline);
+}
+
+at::Tensor Ownership::gather_slot(std::size_t slot, at::IntArrayRef sizes, const at::Tensor& own) const {
+  if (!ranks_) return own;
+  Counts counts;
+  for (const auto& shards : shards_) {
+    const auto shard = std::find_if(shards.begin(), shards.end(), [&](const Shard& one) { return one.slot == slot; });
+    counts.push_back(shard == shards.end() ? 0 : static_cast<std::size_t>(shard->count));
+  }
+  const auto whole = ranks_->rank() == 0 ? at::empty(sizes, own.options()) : at::Tensor();
+  const auto dtype = ops::dtype_of(own.scalar_type());
+  const Buffer output{whole.defined() ? whole.data_ptr() : nullptr,
+                      whole.defined() ? static_cast<std::size_t>(whole.numel()) : 0, dtype};
+  ranks_->group().run(
+      Call::gather({own.data_ptr(), static_cast<std::size_t>(own.numel()), dtype}, output, /*root=*/0, counts),
+      ranks_->deadline());
+  return whole;
+}
+
+void Ownership::gather_values(const ReplicatedParameters& parameters) const {
+  for (const auto& range : ranges_) {
+    gather_in_place(*ranks_, parameters.flat(0, range.dtype).narrow(0, range.begin, range.count()), range.counts);
+  }
+}
+
+int distance_of_copies(const std::vector<std::string>& hosts) {
+  int best = 0;
+  std::size_t most = 0;
+  for (std::size_t distance = 1; distance < hosts.size(); ++distance) {
+    std::size_t elsewhere = 1;  // any distance is better than none
+    for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
+      if (hosts[rank] != hosts[(rank + distance) % hosts.size()]) ++elsewhere;
+    }
+    if (elsewhere <= most) continue;
+    most = elsewhere;
+    best = static_cast<int>(distance);
+  }
+  return best;
+}
+
+ShardMoves moves_between(const ShardsOfRanks& had, const ShardsOfRanks& needed) {
+  const auto all = holders_of(had);
+  const std::vector<Holder> none;
+  ShardMoves result;
+  for (std::size_t rank = 0; rank < needed.size(); ++rank) {
+    const int to = static_cast<int>(rank);
+    for (const auto& shard : needed[rank]) {
+      const auto found = all.find(shard.slot);
+      const auto& holders = found == all.end() ? none : found->second;
+      const auto cuts = cuts_of(shard, holders);
+      for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
+        const Shard part{shard.slot, cuts[i], cuts[i + 1] - cuts[i]};
+        std::vector<int> from;
+        for (const auto& holder : holders) {
+          if (holder.begin <= part.begin && part.begin < holder.end) from.push_back(holder.rank);
+        }
+        if (from.empty()) {
+          result.lost.push_back(part);
+        } else if (std::find(from.begin(), from.end(), to) != from.end()) {
+          result.moves.push_back({to, to, part});
+        } else {
+          add_moves(part, from, to, result.moves);
+        }
+      }
+    }
+  }
+  return result;
+}
+
+void gather_in_place(const Communicator& ranks, const at::Tensor& whole, const Counts& counts) {
+  const auto dtype = ops::dtype_of(whole.scalar_type());
+  const auto own = collective::share_of(counts, 0, ranks.rank());
+  auto* const data = static_cast<std::byte*>(whole.data_ptr());
+  auto call = Call::all_gather({data + own.begin * size_of(dtype), own.count(), dtype},
+                               {data, static_cast<std::size_t>(whole.numel()), dtype}, counts);
+  call.purpose = ranks.purpose();
+  ranks.group().run(call, ranks.deadline());
+}
+
+}  // namespace lockstep::gradient
