@@ -16,7 +16,6 @@
 #include "base/text.h"
 #include "cluster/rendezvous.h"
 #include "cluster/store_backend.h"
-#include "launch/hosts.h"
 #include "launch/job_store.h"
 #include "lockstep/base/error.h"
 #include "transport/socket.h"
@@ -44,26 +43,6 @@ std::string quoted(const std::string& word) {
   return quoted + "'";
 }
 
-// How the launcher of the part's host is started.
-ChildCommand launcher_of(const HostPart& part, const std::string& ssh) {
-  const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
-  ChildCommand command{.name = name_of(part.host),
-                       .command = {program, "run", "--part"},
-                       .redraws = part.on_terminal,
-                       .ranks = part.count,
-                       .first_rank = part.first,
-                       .ends_job = !part.roles.empty() && part.first == 0,
-                       .input = line_of(part)};
-  if (is_this_host(part.host)) return command;
-  std::istringstream words(ssh);
-  command.command = {std::istream_iterator<std::string>(words), {}};
-  if (command.command.empty()) throw InvalidArgument("lockstep run: --ssh is empty");
-  command.command.push_back(part.host);
-  command.command.push_back(text("exec ", quoted(program), " run --part"));
-  command.is_elsewhere = true;
-  return command;
-}
-
 std::optional<int> processes_of(const LaunchOptions& options) {
   if (options.workers == 0) return options.processes;
   return 1 + options.workers + options.servers + (options.evaluator ? 1 : 0);
@@ -83,141 +62,150 @@ std::string address_for(const std::vector<HostSlots>& hosts) {
              : transport::address_towards(other->name.substr(other->name.find('@') + 1), Deadline::after(kForNames));
 }
 
+// With etcd each start has entries of its own.
+Store make_store(const LaunchOptions& options, int restart, const std::vector<HostSlots>& hosts, const Access& access) {
+  if (options.store.empty()) return Store::hold(transport::with_port(address_for(hosts), 0), access);
+  const auto address = restart == 0 ? options.store : text(options.store, "-restart-", restart);
+  return Store::connect(address, Deadline::after(kForEtcd), access);
+}
+
+HostPart part_of_job(const LaunchOptions& options, int restart, const Store& store, const TokenFile& token) {
+  HostPart part{.size = 0,
+                .store = store.address(),
+                .roles = roles_of(options),
+                .restart = restart,
+                .command = options.command,
+                .environment = options.environment,
+                .log_dir = options.log_dir,
+                .grace_seconds = options.grace_seconds,
+                .restarts = options.restarts - restart,
+                .trusted_network = options.trusted_network,
+                .on_terminal = isatty(STDOUT_FILENO) == 1,
+                .timeline = !options.timeline.empty(),
+                .elastic = options.min_processes > 0,
+                .token = token.digits()};
+  if (!options.certificates.empty()) {
+    part.environment[kCertificatesVariable] = std::filesystem::absolute(options.certificates).string();
+  }
+  return part;
+}
+
 }  // namespace
 
-Attempt::Attempt(const LaunchOptions& options, int restart, const JobProcesses::Context& context,
-                 HostDiscovery* discovery)
-    : options_(options),
-      restart_(restart),
-      discovery_(discovery),
-      found_nobody_(options.blacklist_seconds),
-      hosts_(fill(options.hosts, processes_of(options))),
-      store_(make_store()),
-      job_(members(),
-           {.grace_seconds = options.grace_seconds,
-            .restarts = options.restarts - restart,
-            .elastic = options.min_processes > 0,
-            .fewest = options.min_processes},
-           watched(context)) {}
+std::vector<ChildCommand> HostsOfJob::first_launchers(const std::vector<HostSlots>& hosts) {
+  int size = 0;
+  for (const auto& host : hosts) size += host.slots;
+  std::vector<ChildCommand> launchers;
+  for (const auto& host : hosts) launchers.push_back(launcher_of(host.name, host.slots, size, {}));
+  return launchers;
+}
 
-std::vector<std::string> Attempt::hosts_that_may_train() const {
-  const auto members = places_of_members(store_);
-  std::vector<std::string> hosts;
-  for (const auto& launcher : job_.launchers_without_word()) {
-    const auto is_there = [&](const MemberPlace& place) {
-      return place.rank >= launcher.first_rank && place.rank < launcher.first_rank + launcher.ranks;
-    };
-    if (!members.empty() && std::none_of(members.begin(), members.end(), is_there)) continue;
-    const auto host = host_in(launcher.name);
-    if (std::find(hosts.begin(), hosts.end(), host) == hosts.end()) hosts.push_back(host);
+// For hosts that are named and have no ranks. Those that are to leave do not count for --max-n any more.
+std::vector<ChildCommand> HostsOfJob::newcomers(const Processes& all) {
+  int room = options_.max_processes > 0 ? options_.max_processes : std::numeric_limits<int>::max();
+  std::set<std::string> running;
+  for (const auto& child : all.children()) {
+    if (child->ended()) continue;
+    running.insert(child->name());
+    if (options_.max_processes > 0 && is_named(child->name())) room -= child->command().ranks;
   }
-  return hosts;
+  std::vector<ChildCommand> came;
+  for (const auto& host : discovery_->usable_hosts()) {
+    if (room <= 0 || running.contains(name_of(host.name)) || found_nobody_.has(host.name)) continue;
+    std::vector<std::string> stores;
+    for (const auto& known : known_) {
+      auto store = entry(store_, cluster::kStoreOfHost + known);
+      if (!store.empty()) stores.push_back(std::move(store));
+    }
+    const int count = std::min(host.slots, room);
+    room -= count;
+    came.push_back(launcher_of(host.name, count, ranks_ + count, std::move(stores)));
+  }
+  return came;
 }
 
-JobProcesses::Context Attempt::watched(JobProcesses::Context context) {
-  context.ended = [this](int rank) { tell_that_it_ended([this] { return store_; }, rank); };
-  use_store(context, store_);
-  if (discovery_ == nullptr) return context;
-  context.more = [this](const JobProcesses& job) { return hosts_that_came(job); };
-  context.is_to_leave = [this](const std::string& name) { return !is_named(name) && enough_are_named(); };
-  context.lost = [this](const std::string& name, bool found_nobody) { leave_out(name, found_nobody); };
-  return context;
+ChildCommand HostsOfJob::launcher_of(const std::string& host, int count, int size, std::vector<std::string> stores) {
+  auto part = part_;
+  part.folder = this_folder();
+  part.host = host;
+  part.count = count;
+  part.first = ranks_;
+  part.size = size;
+  part.known_stores = std::move(stores);
+  ranks_ += count;
+  known_.insert(host);
+  const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
+  ChildCommand command{.name = name_of(host),
+                       .command = {program, "run", "--part"},
+                       .redraws = part.on_terminal,
+                       .ranks = count,
+                       .first_rank = part.first,
+                       .ends_job = !part.roles.empty() && part.first == 0,
+                       .holds_store = part.elastic,
+                       .input = line_of(part)};
+  if (is_this_host(host)) return command;
+  std::istringstream words(options_.ssh);
+  command.command = {std::istream_iterator<std::string>(words), {}};
+  if (command.command.empty()) throw InvalidArgument("lockstep run: --ssh is empty");
+  command.command.push_back(host);
+  command.command.push_back(text("exec ", quoted(program), " run --part"));
+  command.is_elsewhere = true;
+  return command;
 }
 
-void Attempt::leave_out(const std::string& name, bool found_nobody) {
+void HostsOfJob::lost(const std::string& name, bool found_nobody) {
   const auto host = host_in(name);
   const double seconds = found_nobody ? found_nobody_.add(host) : discovery_->leave_out(host);
   log_warning(text(name, " is left out for ", seconds, " s"));
 }
 
-// Launchers for hosts that are named and have no ranks. Those that are to leave do not count for --max-n any more.
-std::vector<ChildCommand> Attempt::hosts_that_came(const JobProcesses& job) {
-  std::vector<ChildCommand> came;
-  int room = std::numeric_limits<int>::max();
-  if (options_.max_processes > 0) {
-    room = options_.max_processes - job.ranks([this](const std::string& name) { return is_named(name); });
-  }
-  for (const auto& host : discovery_->usable_hosts()) {
-    if (room <= 0 || job.runs(name_of(host.name)) || found_nobody_.has(host.name)) continue;
-    auto part = part_of_job();
-    part.folder = this_folder();
-    part.host = host.name;
-    part.count = std::min(host.slots, room);
-    part.first = ranks_;
-    ranks_ += part.count;
-    part.size = ranks_;
-    for (const auto& known : known_) {
-      auto store = entry(store_, cluster::kStoreOfHost + known);
-      if (!store.empty()) part.known_stores.push_back(std::move(store));
-    }
-    known_.insert(host.name);
-    room -= part.count;
-    came.push_back(launcher_of(part, options_.ssh));
-  }
-  return came;
-}
-
-bool Attempt::is_named(const std::string& name) const {
+bool HostsOfJob::is_named(const std::string& name) const {
   const auto hosts = discovery_->hosts();
   return std::any_of(hosts.begin(), hosts.end(), [&](const auto& host) { return name_of(host.name) == name; });
 }
 
 // True where the members on hosts that are named suffice, so that the others may leave.
-bool Attempt::enough_are_named() const {
+bool HostsOfJob::enough_are_named() const {
   const auto members = places_of_members(store_);
   return std::count_if(members.begin(), members.end(),
                        [&](const auto& place) { return is_named(name_of(place.host)); }) >= options_.min_processes;
 }
 
-// With etcd others learn by its entry that this launcher has ended, and each start has entries of its own.
-Store Attempt::make_store() {
-  if (options_.store.empty()) return Store::hold(transport::with_port(address_for(hosts_), 0), access());
-  const auto address = restart_ == 0 ? options_.store : text(options_.store, "-restart-", restart_);
-  auto store = Store::connect(address, Deadline::after(kForEtcd), access());
-  presence_ = store.set_at_end(kEndOfLauncher, "reached", Deadline::after(kForEtcd));
-  return store;
+Attempt::Attempt(const LaunchOptions& options, int restart, const LauncherProcess& self, HostDiscovery* discovery)
+    : hosts_(fill(options.hosts, processes_of(options))),
+      store_(make_store(options, restart, hosts_, {token_.access().token, options.trusted_network})),
+      // The others learn by it that this launcher has ended.
+      presence_(options.store.empty() ? nullptr
+                                      : store_.set_at_end(kEndOfLauncher, "reached", Deadline::after(kForEtcd))),
+      part_(part_of_job(options, restart, store_, token_)),
+      job_store_(store_, store_),
+      changing_hosts_(options, part_, store_, discovery),
+      policy_(policy_of(part_, {.restarts = part_.restarts, .fewest = options.min_processes}, job_store_,
+                        discovery == nullptr ? nullptr : &changing_hosts_)),
+      job_(hosts_.empty() ? ranks_here(options) : changing_hosts_.first_launchers(hosts_),
+           {.policy = *policy_, .store = job_store_, .grace_seconds = options.grace_seconds}, self) {}
+
+std::vector<ChildCommand> Attempt::ranks_here(const LaunchOptions& options) const {
+  auto part = part_;
+  if (part.elastic) part.host_store = part.store;
+  part.size = part.count = processes_of(options).value_or(1);
+  return ranks_of(part, token_.path());
 }
 
-HostPart Attempt::part_of_job() const {
-  HostPart part{.size = 0,
-                .store = store_.address(),
-                .roles = roles_of(options_),
-                .restart = restart_,
-                .command = options_.command,
-                .environment = options_.environment,
-                .log_dir = options_.log_dir,
-                .grace_seconds = options_.grace_seconds,
-                .restarts = options_.restarts - restart_,
-                .trusted_network = options_.trusted_network,
-                .on_terminal = isatty(STDOUT_FILENO) == 1,
-                .timeline = !options_.timeline.empty(),
-                .elastic = options_.min_processes > 0,
-                .token = token_.digits()};
-  if (!options_.certificates.empty()) {
-    part.environment[kCertificatesVariable] = std::filesystem::absolute(options_.certificates).string();
+std::vector<std::string> Attempt::hosts_that_may_train() const {
+  const auto members = places_of_members(store_);
+  std::vector<std::string> hosts;
+  for (const auto& launcher : job_.processes().children()) {
+    if (!launcher->ended_without_word()) continue;
+    const auto& part = launcher->command();
+    const auto is_there = [&](const MemberPlace& place) {
+      return place.rank >= part.first_rank && place.rank < part.first_rank + part.ranks;
+    };
+    if (!members.empty() && std::none_of(members.begin(), members.end(), is_there)) continue;
+    const auto host = host_in(part.name);
+    if (std::find(hosts.begin(), hosts.end(), host) == hosts.end()) hosts.push_back(host);
   }
-  return part;
-}
-
-std::vector<ChildCommand> Attempt::members() {
-  auto part = part_of_job();
-  if (hosts_.empty()) {
-    if (part.elastic) part.host_store = part.store;
-    part.size = part.count = processes_of(options_).value_or(1);
-    return ranks_of(part, token_.path());
-  }
-  part.folder = this_folder();
-  for (const auto& host : hosts_) part.size += host.slots;
-  std::vector<ChildCommand> members;
-  for (const auto& host : hosts_) {
-    part.host = host.name;
-    part.count = host.slots;
-    members.push_back(launcher_of(part, options_.ssh));
-    part.first += host.slots;
-    known_.insert(host.name);
-  }
-  ranks_ = part.size;
-  return members;
+  return hosts;
 }
 
 }  // namespace lockstep::launch

@@ -6,23 +6,57 @@
 #include <string>
 #include <vector>
 
-#include "launch/host_discovery.h"
+#include "launch/end_policy.h"
 #include "launch/host_part.h"
+#include "launch/hosts.h"
 #include "launch/launcher.h"
-#include "launch/processes.h"
-#include "launch/token_file.h"
+#include "launch/launcher_process.h"
+#include "launch/supervisor.h"
 #include "lockstep/cluster/store.h"
 
 namespace lockstep::launch {
 
+// The hosts of one job, those that the user named or, with `discovery`, those that a program names while the job runs:
+// numbers their ranks and tells how their launchers are started.
+class HostsOfJob : public ChangingHosts {
+ public:
+  // `part`: what the parts of all hosts have in common. `options` and `discovery` outlive this object.
+  HostsOfJob(const LaunchOptions& options, const HostPart& part, const Store& store, HostDiscovery* discovery)
+      : options_(options),
+        part_(part),
+        store_(store),
+        discovery_(discovery),
+        found_nobody_(options.blacklist_seconds) {}
+
+  std::vector<ChildCommand> first_launchers(const std::vector<HostSlots>& hosts);
+
+  // With `discovery`.
+  std::vector<ChildCommand> newcomers(const Processes& all) override;
+  bool is_to_leave(const std::string& name) const override { return !is_named(name) && enough_are_named(); }
+  void lost(const std::string& name, bool found_nobody) override;
+
+ private:
+  ChildCommand launcher_of(const std::string& host, int count, int size, std::vector<std::string> stores);
+  bool is_named(const std::string& name) const;
+  bool enough_are_named() const;
+
+  const LaunchOptions& options_;
+  const HostPart part_;
+  const Store store_;
+  HostDiscovery* const discovery_;
+  Blacklist found_nobody_;       // hosts whose ranks found no member to join: for another try, not for another job
+  std::set<std::string> known_;  // hosts
+  int ranks_ = 0;                // numbered so far
+};
+
 class Attempt {
  public:
   // Starts the job for the time `restart` + 1. `options` and `discovery` must outlive this object. `discovery`: null
-  // where the hosts are those that the user named. Throws as JobProcesses and Store.
-  Attempt(const LaunchOptions& options, int restart, const JobProcesses::Context& context,
-          HostDiscovery* discovery = nullptr);
+  // where the hosts are those that the user named. Throws as Supervisor and Store.
+  Attempt(const LaunchOptions& options, int restart, const LauncherProcess& self, HostDiscovery* discovery = nullptr);
 
-  JobProcesses& job() { return job_; }
+  Supervisor& job() { return job_; }
+  const EndPolicy& policy() const { return *policy_; }
   const Store& store() const { return store_; }
 
   // After the job: hosts whose connection broke, so that processes may still train there. Of an elastic job these are
@@ -30,27 +64,17 @@ class Attempt {
   std::vector<std::string> hosts_that_may_train() const;
 
  private:
-  JobProcesses::Context watched(JobProcesses::Context context);
-  void leave_out(const std::string& name, bool found_nobody);
-  std::vector<ChildCommand> hosts_that_came(const JobProcesses& job);
-  bool is_named(const std::string& name) const;
-  bool enough_are_named() const;
-  Store make_store();
-  Access access() const { return {token_.access().token, options_.trusted_network}; }
-  HostPart part_of_job() const;
-  std::vector<ChildCommand> members();
+  std::vector<ChildCommand> ranks_here(const LaunchOptions& options) const;
 
-  const LaunchOptions& options_;
-  const int restart_;
-  HostDiscovery* const discovery_;
-  Blacklist found_nobody_;       // hosts whose processes found no member to join: for another try, not for another job
-  std::set<std::string> known_;  // hosts
-  int ranks_ = 0;                // numbered so far
   const TokenFile token_;
-  const std::vector<HostSlots> hosts_;
-  std::shared_ptr<void> presence_;  // in etcd
+  const std::vector<HostSlots> hosts_;  // with which it begins; empty: this one
   const Store store_;
-  JobProcesses job_;
+  const std::shared_ptr<void> presence_;  // in etcd
+  const HostPart part_;                   // what the parts of all hosts have in common
+  JobStore job_store_;
+  HostsOfJob changing_hosts_;
+  const std::unique_ptr<EndPolicy> policy_;
+  Supervisor job_;
 };
 
 }  // namespace lockstep::launch

@@ -77,7 +77,7 @@ class OverHosts : public testing::Test {
   const Signals signals_;
   const Reaper reaper_;
   std::ostringstream out_, err_;
-  const JobProcesses::Context context_{signals_, reaper_, out_, err_};
+  const LauncherProcess self_{signals_, reaper_, out_, err_};
 };
 
 // A job that starts again at once would run beside them. ssh's own status is 255, and so may be the program's.
@@ -87,7 +87,7 @@ TEST_F(OverHosts, ProcessesMayRunOnWhereAConnectionBreaksWithoutAWordOnTheirEnd)
     SCOPED_TRACE(script);
     on_host(kA, script);
     on_host(kB, "say 'is here'; until_end; say 'ended 143'; exit 143");
-    Attempt attempt(options_, 0, context_);
+    Attempt attempt(options_, 0, self_);
     EXPECT_EQ(attempt.job().run(), 255) << err_.str();
     EXPECT_EQ(attempt.hosts_that_may_train(), expected);
   }
@@ -99,9 +99,9 @@ TEST_F(OverHosts, AnElasticJobIsNotStartedBesideMembersOfAHostThatIsCutOff) {
   on_host(kB, "begin; say 'nobody is left'; say 'ended 1'; hold");
   for (const auto& [members, expected] : {std::pair(std::vector{0, 1}, Names{kA}), {std::vector{1}, Names()}}) {
     SCOPED_TRACE(members.size());
-    Attempt attempt(options_, 0, context_);
+    Attempt attempt(options_, 0, self_);
     run(attempt, members);
-    EXPECT_TRUE(attempt.job().nobody_is_left()) << err_.str();
+    EXPECT_TRUE(attempt.policy().restarts_before_new_start()) << err_.str();
     EXPECT_EQ(attempt.hosts_that_may_train(), expected);
   }
 }
@@ -112,7 +112,7 @@ TEST_F(OverHosts, HostsThatComeAfterTheJobWasStartedAgainKnowThat) {
   options_.hosts = {{kA, 1}};
   on_host(kA, text("begin; until [ -e ", folder_.string(), "/done ]; do sleep 0.01; done; say 'ended 0'; hold"));
   on_host(kB, text("begin; : > ", folder_.string(), "/done; say 'ended 0'; hold"));
-  Attempt attempt(options_, 2, context_, &named);
+  Attempt attempt(options_, 2, self_, &named);
   EXPECT_EQ(run(attempt, {0}), 0) << err_.str();
   for (const auto& host : {kA, kB}) {
     EXPECT_EQ(part_of(host)["restart"], 2) << host;
@@ -127,15 +127,15 @@ TEST_F(OverHosts, AHostThatFailedIsLeftOutAlsoWhenTheJobIsStartedAgain) {
   on_host(kA, "begin; say 'nobody is left'; say 'ended 1'; hold");
   on_host(kB, "begin; exit 255");
   {
-    Attempt attempt(options_, 0, context_, &named);
+    Attempt attempt(options_, 0, self_, &named);
     run(attempt, {0});
-    EXPECT_TRUE(attempt.job().nobody_is_left()) << err_.str();
+    EXPECT_TRUE(attempt.policy().restarts_before_new_start()) << err_.str();
   }
   EXPECT_EQ(usable(named), Names{kA});  // which found nobody, but has not failed
   std::filesystem::remove(folder_ / ("part." + kB));
   options_.hosts = {{kA, 1}};
   on_host(kA, "begin; say 'ended 0'; hold");
-  Attempt next(options_, 1, context_, &named);
+  Attempt next(options_, 1, self_, &named);
   EXPECT_EQ(run(next, {0}), 0) << err_.str();
   EXPECT_FALSE(std::filesystem::exists(folder_ / ("part." + kB)));
 }

@@ -13,23 +13,14 @@
 #include <utility>
 
 #include "base/text.h"
-#include "launch/control_protocol.h"
+#include "launch/launcher_process.h"
+#include "launch/other_launcher.h"
 #include "lockstep/base/error.h"
 
 extern char** environ;
 
 namespace lockstep::launch {
 namespace {
-
-struct Pipe {
-  Pipe() {
-    int ends[2];
-    if (pipe2(ends, O_CLOEXEC) != 0) throw ClusterError(text("cannot make a pipe: ", std::strerror(errno)));
-    out = FileDescriptor(ends[0]);
-    in = FileDescriptor(ends[1]);
-  }
-  FileDescriptor out, in;
-};
 
 // The child's end of its standard input, and the end that writes to it. Without bytes, standard input is /dev/null.
 struct Input {
@@ -113,21 +104,13 @@ bool is_of_stack(const std::string& line) {
 
 }  // namespace
 
-Child::Child(const ChildCommand& command)
-    : name_(command.name),
-      prefix_(command.prefix),
-      log_file_(command.log_file),
-      rank_(command.rank),
-      is_controlled_(command.input.has_value()),
-      is_elsewhere_(command.is_elsewhere) {
-  if (!command.log_file.empty()) {
-    log_ = open_log(command.log_file);
-  }
+Child::Child(ChildCommand command) : command_(std::move(command)) {
+  if (!command_.log_file.empty()) log_ = open_log(command_.log_file);
   Pipe out, error, problem;
-  auto arguments = command.command;
-  auto environment = with(command.environment);
+  auto arguments = command_.command;
+  auto environment = with(command_.environment);
   const auto raw_arguments = pointers(arguments), raw_environment = pointers(environment);
-  Input input(command.input);
+  Input input(command_.input);
   const pid_t launcher = getpid();
   pid_ = fork();
   if (pid_ < 0) throw ClusterError(text("cannot start a process: ", std::strerror(errno)));
@@ -140,7 +123,7 @@ Child::Child(const ChildCommand& command)
   int reason = 0;
   if (::read(problem.out.get(), &reason, sizeof reason) == sizeof reason) {
     waitpid(pid_, nullptr, 0);
-    throw ClusterError(text("cannot run ", command.command[0], ": ", std::strerror(reason)));
+    throw ClusterError(text("cannot run ", arguments[0], ": ", std::strerror(reason)));
   }
   {
     MutexLock lock(mutex_);
@@ -148,7 +131,7 @@ Child::Child(const ChildCommand& command)
   }
   fcntl(out.out.get(), F_SETFL, O_NONBLOCK);
   fcntl(error.out.get(), F_SETFL, O_NONBLOCK);
-  streams_[0] = {std::move(out.out), Lines({.redraws = command.redraws})};
+  streams_[0] = {std::move(out.out), Lines({.redraws = command_.redraws})};
   streams_[1].socket = std::move(error.out);
 }
 
@@ -159,11 +142,11 @@ bool Child::read(Stream stream, const Lines::Take& print) {
     if (is_replaced) return print(line, true);
     const auto whole = line + "\n";
     if (log_.open() && write(log_.get(), whole.data(), whole.size()) != static_cast<ssize_t>(whole.size())) {
-      log_problem_ = text("cannot write ", log_file_, ": ", std::strerror(errno));
+      log_problem_ = text("cannot write ", command_.log_file, ": ", std::strerror(errno));
       log_ = FileDescriptor();
     }
     if (!line.empty() && !is_of_stack(line)) last = line;
-    print(line, false);
+    if (stream != Stream::error || !obey(line)) print(line, false);
   };
   char bytes[16384];
   if (!channel.socket.open()) return false;
@@ -196,27 +179,57 @@ bool Child::reap(const std::function<void(pid_t)>& before_its_number_is_free) {
   return true;
 }
 
-void Child::let_begin() {
-  has_begun_ = true;
-  send_message(kBegin);
+std::string Child::how_it_ended() const {
+  const auto& words = last_error_.empty() ? last_line_ : last_error_;
+  const auto begin = words.find_first_not_of(' ');
+  const auto said = begin == std::string::npos ? std::string() : ": " + words.substr(begin);
+  if (signal_ == 0) return text(name(), " ended with status ", status_, said);
+  return text(name(), " was ended by signal ", signal_, " (", strsignal(signal_), ")",
+              signal_ == SIGABRT ? said : std::string());  // of an exception that nobody caught
 }
 
-void Child::report_end(int status, bool lives_on) {
-  ranks_have_ended_ = true;
-  if (lives_on) reported_status_ = status;
+// True where the line is another launcher's message, and no output of its ranks.
+bool Child::obey(const std::string& line) {
+  if (!is_launcher()) return false;
+  const auto message = line + "\n";
+  if (message.ends_with(kPartIsHereMessage)) {  // a shell may have printed something before
+    if (is_to_end_) return true;
+    has_begun_ = true;
+    send_message(kBegin);
+    return true;
+  }
+  if (message == kNobodyIsLeftMessage) return found_nobody_ = true;
+  if (const auto status = status_in(line)) {
+    if (command_.holds_store) reported_status_ = *status;
+    return ranks_have_ended_ = true;
+  }
+  if (command_.holds_store || !line.starts_with(kReport)) return false;
+  if (report_.empty()) report_ = line;
+  return true;
 }
+
+void Child::leave() {
+  was_told_to_leave_ = true;
+  if (is_launcher()) return send_message(kLeave);
+  send(SIGTERM);
+}
+
+void Child::reassure() { send_message(kAlive); }
 
 void Child::send(int signal) {
-  if (is_controlled_) return send_message(signal_message(signal));
+  is_to_end_ = true;
+  if (is_launcher()) return send_message(signal_message(signal));
   if (!is_gone_) ::kill(-pid_, signal);
 }
 
 void Child::end() {
-  if (is_controlled_) return send_message(kEnd);
+  is_to_end_ = true;
+  if (is_launcher()) return send_message(kEnd);
   send(SIGTERM);
 }
 
 bool Child::kill() {
+  is_to_end_ = true;
   {
     MutexLock lock(mutex_);
     const bool tells = input_.open() && Input::say(input_, signal_message(SIGKILL));

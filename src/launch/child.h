@@ -8,14 +8,16 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/file_descriptor.h"
 #include "base/mutex.h"
-#include "launch/control_protocol.h"
 #include "launch/lines.h"
 
 namespace lockstep::launch {
+
+inline constexpr const char* kReport = "lockstep run: ";  // how a launcher's lines about a failure begin
 
 struct ChildCommand {
   std::string name;    // "rank 3"
@@ -26,22 +28,26 @@ struct ChildCommand {
   std::string log_file;                            // empty: none
   bool redraws = false;                            // its output ends on a terminal, where it may redraw a line
 
-  // Not empty: when a signal ends this process it is started again, as often as the processes of this role may be in
-  // all, with LOCKSTEP_RESTART one higher.
+  // In a job with parameter servers. A dispensable process is started again also where no signal ended it, and the job
+  // may go on without it.
   std::string role = {};
-  bool dispensable = false;  // the same when it fails; when it may not be started again, the job goes on without it
+  bool dispensable = false;
 
-  int ranks = 1;       // of the job, that it runs
-  int first_rank = 0;  // likewise, of another host's launcher
+  int ranks = 1;       // how many of the job's it runs
+  int first_rank = 0;  // the first one that another host's launcher runs
 
   // When it ends with status 0 the job is over: the others end soon, or are ended.
   bool ends_job = false;
 
   bool is_elsewhere = false;  // it is reached over a network: its processes may live on when the connection breaks
 
-  // The first bytes of its standard input. The input then stays open and carries the messages of
-  // launch/control_protocol.h, which replace signals.
-  std::optional<std::string> input;
+  // The launcher of another host, which an elastic job needs until its end: it holds that host's store when its ranks
+  // have ended, and what it says of their failure does not end the job.
+  bool holds_store = false;
+
+  // The first bytes of its standard input: it is the launcher of another host. The input then stays open and carries
+  // the messages of launch/other_launcher.h, which replace signals.
+  std::optional<std::string> input = {};
 };
 
 class Child {
@@ -50,24 +56,22 @@ class Child {
 
   // Starts it in a process group of its own. The system kills it when the calling thread ends. Throws ClusterError
   // where the program cannot be started.
-  explicit Child(const ChildCommand& command);
+  explicit Child(ChildCommand command);
 
-  const std::string& name() const { return name_; }
-  int rank() const { return rank_; }
-  const std::string& prefix() const { return prefix_; }
-  bool is_controlled() const { return is_controlled_; }
+  const ChildCommand& command() const { return command_; }
+  const std::string& name() const { return command_.name; }
+  int rank() const { return command_.rank; }
+  bool is_launcher() const { return command_.input.has_value(); }  // of another host
   pid_t pid() const { return pid_; }
 
-  // What to poll for reading; -1 once the stream has ended.
+  // To be polled for reading; -1 once the stream has ended.
   int descriptor(Stream stream) const { return streams_[static_cast<int>(stream)].socket.get(); }
 
-  // Reads some of what is there: lines into the log file and to `print`. False where there was nothing.
+  // Reads some of what is there. Lines go into the log file, and to `print` but for another launcher's messages. False
+  // where there was nothing.
   bool read(Stream stream, const Lines::Take& print);
 
-  // After its end: the last line that it wrote to stderr, else the last one to stdout; empty where it wrote nothing.
-  const std::string& last_line_written() const { return last_error_.empty() ? last_line_ : last_error_; }
-
-  // Of another host's launcher: its ranks. It may live on for a while, since others need its host's store.
+  // For another host's launcher: its ranks have ended. It may live on for a while, since others need its host's store.
   bool ended() const { return ended_; }
   bool is_gone() const { return is_gone_; }
   int status() const { return status_; }  // the exit status, or 128 and the signal's number
@@ -76,42 +80,42 @@ class Child {
   // By a signal, which an exception that nobody caught sends as well.
   bool was_killed() const { return signal_ != 0 && signal_ != SIGABRT; }
 
-  // Why its log file is not whole; empty where it is.
-  const std::string& log_problem() const { return log_problem_; }
+  // After its end: "rank 3 ended with status 1: ", and the last line that it wrote to stderr, or else to stdout.
+  std::string how_it_ended() const;
 
-  // Another host's launcher is there, and waits for leave to start its ranks, which it gets.
-  void let_begin();
+  // Why its log file is not whole, when that is asked for the first time; else empty.
+  std::string take_log_problem() { return std::exchange(log_problem_, {}); }
 
-  // It has said that its ranks have ended. `lives_on`: to hold its host's store; else it is about to end.
-  void report_end(int status, bool lives_on);
-
-  // That launcher has said before that its ranks found no member of an elastic job.
-  void report_nobody_is_left() { found_nobody_ = true; }
+  // Another host's launcher has said that its ranks found no member of an elastic job.
   bool found_nobody() const { return found_nobody_; }
 
-  // After its end: it began ranks on another host and did not say that they have ended, so they may still run.
-  bool ended_without_word() const { return is_elsewhere_ && has_begun_ && !ranks_have_ended_; }
+  // The line in which another host's launcher named the first failure among its ranks. Empty where it named none, and
+  // for one that `holds_store`.
+  const std::string& report() const { return report_; }
 
-  // Whether it has just ended. Where it is gone, the rest of its process group is killed; another process may get its
-  // process id as soon as `before_its_number_is_free` has returned.
+  // After its end: it began ranks on another host and did not say that they have ended, so they may still run.
+  bool ended_without_word() const { return command_.is_elsewhere && has_begun_ && !ranks_have_ended_; }
+
+  // True where it has just ended. Where it is gone, the rest of its process group is killed. Another process may get
+  // its number as soon as `before_its_number_is_free` has returned.
   bool reap(const std::function<void(pid_t)>& before_its_number_is_free);
 
-  // Signals its process group. A child that reads the control protocol gets a message instead and signals its own
-  // children.
+  // Signals its process group. Another host's launcher gets a message instead, and signals its own children.
   void send(int signal);
 
   // Ends it because another child has failed. As send(SIGTERM), but not as a request that the whole job should end.
   void end();
 
-  // The ranks of another host's launcher leave an elastic job.
-  void leave() { send_message(kLeave); }
+  // It, or each rank of another host's launcher, leaves an elastic job after its step, however long that takes.
+  void leave();
+  bool was_told_to_leave() const { return was_told_to_leave_; }
 
   // Kills it at once. False for another host's launcher, which needs a moment to kill its ranks and to end; the next
   // call does not wait for it.
   bool kill();
 
-  // Tells one that reads the control protocol that the launcher lives. Any thread.
-  void reassure() { send_message(kAlive); }
+  // Tells another host's launcher that this one lives. Any thread.
+  void reassure();
 
  private:
   struct Channel {
@@ -119,20 +123,24 @@ class Child {
     Lines lines;
   };
 
+  bool obey(const std::string& line);
   void send_message(const std::string& line);
 
-  std::string name_, prefix_, log_file_, log_problem_;
-  int rank_ = -1;
-  bool is_controlled_ = false, is_elsewhere_ = false;
+  const ChildCommand command_;
   pid_t pid_ = 0;
   Mutex mutex_;
   FileDescriptor input_ LOCKSTEP_GUARDED_BY(mutex_);
   Channel streams_[2];
   FileDescriptor log_;
-  std::string last_line_, last_error_;
-  std::optional<int> reported_status_;
-  bool ended_ = false, is_gone_ = false, found_nobody_ = false, has_begun_ = false, ranks_have_ended_ = false;
+  std::string log_problem_, last_line_, last_error_;
+  bool is_to_end_ = false, was_told_to_leave_ = false;
+  bool ended_ = false, is_gone_ = false;
   int status_ = 0, signal_ = 0;
+
+  // Said by another host's launcher.
+  bool has_begun_ = false, found_nobody_ = false, ranks_have_ended_ = false;
+  std::optional<int> reported_status_;
+  std::string report_;
 };
 
 }  // namespace lockstep::launch

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "launch/child.h"
+#include "launch/end_policy.h"
 
 namespace lockstep::launch {
 
@@ -15,7 +17,7 @@ struct HostPart {
   int count = 1;  // ranks here
   std::string host = "localhost";
   std::string store;       // "host:port"
-  std::string host_store;  // likewise, on this host; empty: the job is not elastic
+  std::string host_store;  // the store on this host; empty: the job is not elastic
   std::string roles;       // LOCKSTEP_ROLES; empty: all ranks do the same
   int restart = 0;         // how often the job has started before
   std::vector<std::string> command;
@@ -34,6 +36,10 @@ struct HostPart {
 
 // The commands that start its ranks; `token_file` holds the job's token.
 std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& token_file);
+
+// The end policy of these ranks, or of the launchers of all parts. `limits`: for an elastic job.
+std::unique_ptr<EndPolicy> policy_of(const HostPart& part, const ElasticLimits& limits, JobStore& store,
+                                     ChangingHosts* hosts = nullptr);
 
 // Throws IoError. Does nothing for an empty path.
 void make_folder(const std::string& path);

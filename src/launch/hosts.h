@@ -1,10 +1,15 @@
-// The hosts of a job, and which ranks run on which.
+// The hosts of a job, and how many ranks run on each: those that the user names, or a program of the user's.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
+
+#include "base/mutex.h"
+#include "lockstep/base/deadline.h"
 
 namespace lockstep::launch {
 
@@ -32,7 +37,54 @@ std::pair<int, int> parse_nodes(const std::string& range);
 
 std::string name_of_this_host();
 
-// Whether the name is this machine's, where processes are started without ssh.
+// True where the name is this machine's, on which processes are started without ssh.
 bool is_this_host(const std::string& name);
+
+// Hosts that failed are left out for some time: `seconds`, and twice as long each further time. Follows Horovod's
+// --blacklist-cooldown-range.
+class Blacklist {
+ public:
+  explicit Blacklist(double seconds) : seconds_(seconds) {}
+
+  // Returns for how many seconds it is left out.
+  double add(const std::string& host);
+  bool has(const std::string& host) const;
+
+ private:
+  struct Entry {
+    int failures = 0;
+    Deadline until = Deadline::never();
+  };
+  const double seconds_;
+  std::map<std::string, Entry> entries_;
+};
+
+// Runs the user's program once a second, in a thread. It prints a host a line, as a hostfile; one that fails, says
+// nothing for ten seconds, or prints another thing is warned of once, and the hosts that it printed before stay.
+// Follows Horovod's --host-discovery-script.
+class HostDiscovery {
+ public:
+  // `command`: for the shell. Runs it for the first time; throws ClusterError and InvalidArgument saying what is wrong.
+  // A host that failed is left out for `blacklist_seconds`, and twice as long each further time.
+  HostDiscovery(std::string command, double blacklist_seconds);
+
+  // Those that it named last; and those of them that are not left out. Their owner's thread calls these.
+  std::vector<HostSlots> hosts();
+  std::vector<HostSlots> usable_hosts();
+
+  // The host failed. Returns for how many seconds it is left out, also when the job starts again.
+  double leave_out(const std::string& host) { return failed_.add(host); }
+
+ private:
+  std::vector<HostSlots> ask(const std::stop_token& stop) const;
+  void ask_again(const std::stop_token& stop);
+
+  const std::string command_;
+  Mutex mutex_;
+  std::vector<HostSlots> hosts_ LOCKSTEP_GUARDED_BY(mutex_);
+  Blacklist failed_;     // of the owner's thread
+  std::string problem_;  // of the thread: the last one
+  std::jthread thread_;
+};
 
 }  // namespace lockstep::launch

@@ -1,9 +1,6 @@
 #include "launch/job_store.h"
 
-#include <poll.h>
-
 #include <algorithm>
-#include <optional>
 #include <sstream>
 
 #include "base/text.h"
@@ -14,56 +11,64 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr std::chrono::seconds kToHold(30);  // where no other launcher says that the job has ended
-constexpr int kBetweenLooksMs = 100;
+// False where the store does not answer.
+template <class Call>
+bool succeeds(const Call& call) {
+  try {
+    call();
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
 
 }  // namespace
 
 std::string entry(const Store& store, const std::string& key) {
-  try {
-    return store.compare_set(key, "", "", Deadline::after(kForStore));
-  } catch (const Error&) {
-    return {};
-  }
+  std::string value;
+  succeeds([&] { value = store.compare_set(key, "", "", Deadline::after(kForStore)); });
+  return value;
 }
 
-void tell_that_it_ended(const std::function<Store()>& store, int rank) {
-  try {
-    store().fail_waiters("generation 0/", text("rank ", rank, " has ended, and others wait for it"),
-                         Deadline::after(kForStore), text("/rank ", rank));
-  } catch (const Error&) {
-  }
+void JobStore::rank_will_not_come(int rank) const {
+  succeeds([&] {
+    job().fail_waiters("generation 0/", text("rank ", rank, " has ended, and others wait for it"),
+                       Deadline::after(kForStore), text("/rank ", rank));
+  });
 }
 
-void use_store(JobProcesses::Context& context, const Store& store) {
-  context.process_ended = [store](int process) {
-    try {
-      store.backend().notice_end(process, Deadline::after(kForStore));
-    } catch (const Error&) {  // the others learn it from the store, later
-    }
+void JobStore::process_has_ended(int process) const {
+  succeeds([&] {
+    if (here_) here_->backend().notice_end(process, Deadline::after(kForStore));
+  });
+}
+
+bool JobStore::first_launcher_lives() const {
+  if (cluster::is_etcd(address_)) return entry(*here_, kEndOfLauncher).empty();
+  return succeeds([this] { job(); });
+}
+
+bool JobStore::has_begun() {
+  const auto ask = [this] {
+    has_begun_ = has_begun_ || !here_->compare_set(cluster::kJobHasBegun, "", "", Deadline::after(kForStore)).empty();
   };
-  const bool in_etcd = cluster::is_etcd(store.address());
-  context.has_begun = [store, in_etcd, has_begun = false]() mutable {
-    try {
-      has_begun = has_begun || !store.compare_set(cluster::kJobHasBegun, "", "", Deadline::after(kForStore)).empty();
-    } catch (const Error&) {
-      if (in_etcd) return true;  // it elects a leader, or cannot be reached: a job that runs must not end for that
-    }
-    return has_begun;
-  };
-  context.refusal = [store](int rank, const std::string& restart) {
-    return entry(store, cluster::key_of_refusal(std::to_string(rank), restart));
-  };
-  context.is_member = [store](int rank, const std::string& joined_at_restart) {
-    const auto members = entry(store, cluster::kMembersNow);
-    const auto name = joined_at_restart.empty() ? text(cluster::kProcess, rank, " ")
-                                                : text(cluster::kNewcomer, rank, "-", joined_at_restart, "-");
-    return members.empty() || members.find("\n" + name) != std::string::npos;
-  };
-  context.was_left_out = [store](int rank) {
-    const auto members = entry(store, cluster::kMembersAtEnd);
-    return !members.empty() && ("\n" + members).find(text("\n", cluster::kProcess, rank, "\n")) == std::string::npos;
-  };
+  return succeeds(ask) ? has_begun_ : has_begun_ || cluster::is_etcd(here_->address());
+}
+
+bool JobStore::is_member(int rank, const std::string& joined_at_restart) const {
+  const auto members = entry(*here_, cluster::kMembersNow);
+  const auto name = joined_at_restart.empty() ? text(cluster::kProcess, rank, " ")
+                                              : text(cluster::kNewcomer, rank, "-", joined_at_restart, "-");
+  return members.empty() || members.find("\n" + name) != std::string::npos;
+}
+
+std::string JobStore::refusal(int rank, const std::string& restart) const {
+  return entry(*here_, cluster::key_of_refusal(std::to_string(rank), restart));
+}
+
+bool JobStore::was_left_out(int rank) const {
+  const auto members = entry(*here_, cluster::kMembersAtEnd);
+  return !members.empty() && ("\n" + members).find(text("\n", cluster::kProcess, rank, "\n")) == std::string::npos;
 }
 
 std::vector<MemberPlace> places_of_members(const Store& store) {
@@ -86,22 +91,6 @@ std::vector<MemberPlace> parse_places(const std::string& printed) {
     places.push_back(std::move(place));
   }
   return places;
-}
-
-void hold_store(const Store& store, ControlProtocol& control, const Signals& signals) {
-  using Kind = ControlProtocol::Message::Kind;
-  auto limit = Deadline::after(kToHold);
-  while (!limit.passed() && signals.next() == 0) {
-    if (!control.silent_for(kShortSilenceSeconds)) limit = Deadline::after(kToHold);
-    const auto members = places_of_members(store);
-    const auto is_here = [&](const auto& place) { return place.store == store.address(); };
-    if (std::none_of(members.begin(), members.end(), is_here)) return;
-    for (auto message = control.next(); message.kind != Kind::none; message = control.next()) {
-      if (message.kind == Kind::end || message.kind == Kind::signal) return;
-    }
-    pollfd polls[] = {{signals.descriptor(), POLLIN, 0}, {control.descriptor(), POLLIN, 0}};
-    poll(polls, 2, kBetweenLooksMs);
-  }
 }
 
 }  // namespace lockstep::launch

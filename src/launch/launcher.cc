@@ -1,22 +1,23 @@
 #include "launch/launcher.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
-#include <filesystem>
+#include <cstring>
+#include <fstream>
 #include <optional>
 #include <ostream>
 #include <thread>
 #include <utility>
 
 #include "base/text.h"
+#include "cluster/published_texts.h"
 #include "cluster/resolvers.h"
 #include "cluster/store_backend.h"
 #include "launch/attempt.h"
-#include "launch/control_protocol.h"
-#include "launch/host_discovery.h"
 #include "launch/host_part.h"
-#include "launch/processes.h"
-#include "launch/timeline_file.h"
+#include "launch/other_launcher.h"
+#include "launch/supervisor.h"
 #include "lockstep/base/error.h"
 #include "transport/all_gather.h"
 #include "transport/socket.h"
@@ -25,6 +26,7 @@ namespace lockstep::launch {
 namespace {
 
 constexpr std::chrono::seconds kForHosts(600);
+constexpr std::chrono::seconds kForTimelines(60);  // the store is this process's own
 constexpr double kToHearOfTheEndSeconds = 10;
 
 // With which a job of discovered hosts begins.
@@ -56,7 +58,7 @@ void check_node(const LaunchOptions& options) {
   }
 }
 
-// Of etcd, with a name for the job where the user gave none.
+// The address in etcd, with a name for the job where the user gave none.
 std::string with_job(const std::string& store) {
   const auto slash = store.find('/', std::string(cluster::kEtcdScheme).size());
   return store.empty() || slash != std::string::npos ? store : text(store, "/", transport::random_name());
@@ -181,6 +183,32 @@ int wait_for_ends(const std::vector<std::string>& hosts, const LaunchOptions& op
   return asked;
 }
 
+// --timeline. Throws IoError where the file cannot be written.
+void require_writable(const std::string& path) {
+  errno = 0;
+  if (!std::ofstream(path)) throw IoError(text("cannot write the timeline ", path, ": ", std::strerror(errno)));
+}
+
+// Writes the timelines in a job's store to one file for chrome://tracing and ui.perfetto.dev. Prints errors on `err`:
+// they do not fail the job.
+void write_timelines(const std::string& path, const Store& store, std::ostream& err) {
+  try {
+    std::ofstream file(path);
+    file << "{\"displayTimeUnit\": \"ms\", \"traceEvents\": [";
+    const char* separator = "";
+    for (const auto& events : cluster::published_texts(store, cluster::kTimelines, Deadline::after(kForTimelines))) {
+      if (events.size() <= 2) continue;  // an empty array
+      file << separator << events.substr(1, events.size() - 2);
+      separator = ",\n";
+    }
+    file << "]}\n";
+    if (!file.flush())
+      err << "lockstep run: the timeline " << path << " is not whole: the disk may be full" << std::endl;
+  } catch (const Error& error) {
+    err << "lockstep run: the timeline " << path << " is not whole: " << error.what() << std::endl;
+  }
+}
+
 }  // namespace
 
 int launch(const LaunchOptions& given, std::ostream& out, std::ostream& err) {
@@ -201,17 +229,17 @@ int launch(const LaunchOptions& given, std::ostream& out, std::ostream& err) {
     if (discovery) {
       int asked = 0;
       options.hosts = first_hosts(*discovery, given, signals, err, asked);
-      if (asked != 0) return JobProcesses::report_signal(asked, err);
+      if (asked != 0) return Supervisor::report_signal(asked, err);
     }
     Attempt attempt(options, restart, {signals, reaper, out, err}, discovery ? &*discovery : nullptr);
     const auto& job = attempt.job();
     const int status = attempt.job().run();
     if (!options.timeline.empty()) write_timelines(options.timeline, attempt.store(), err);
-    if (!job.failed() || job.was_asked_to_end() || options.workers > 0) return status;
+    const auto restarts_used = attempt.policy().restarts_before_new_start();
+    if (!job.failed() || job.was_asked_to_end() || !restarts_used) return status;
     const bool is_elastic = options.min_processes > 0;
-    if (is_elastic && !job.nobody_is_left()) return status;
     if (is_elastic) err << "lockstep run: no worker is left that could take in others" << std::endl;
-    if (is_elastic) restart += job.restarts_used();
+    restart += *restarts_used;
     if (restart >= options.restarts) return status;
     const auto cut_off = attempt.hosts_that_may_train();
     if (is_elastic && !cut_off.empty()) {  // they go on without a launcher, for as long as the training takes
@@ -222,7 +250,7 @@ int launch(const LaunchOptions& given, std::ostream& out, std::ostream& err) {
           << "if it has one" << std::endl;
       return status;
     }
-    if (const int asked = wait_for_ends(cut_off, options, signals, err)) return JobProcesses::report_signal(asked, err);
+    if (const int asked = wait_for_ends(cut_off, options, signals, err)) return Supervisor::report_signal(asked, err);
     err << "lockstep run: " << (is_elastic ? "the whole job starts again, from its last backup if it has one: " : "")
         << "restart " << restart + 1 << " of " << options.restarts << std::endl;
   }

@@ -1,4 +1,4 @@
-// How launchers that were started on their hosts one by one find each other.
+// Launchers that the user, or a scheduler, starts on their hosts one by one: how they find each other.
 #pragma once
 
 #include <functional>
@@ -59,8 +59,5 @@ class Node {
   std::string seen_;  // the entry of nodes, when it had changed
   Deadline last_call_ = Deadline::never();
 };
-
-// No other node may come to this store to begin a job there.
-void close_nodes(const Store& store, Deadline deadline);
 
 }  // namespace lockstep::launch

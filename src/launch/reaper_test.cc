@@ -1,5 +1,5 @@
 // Whom the reaper kills, and whom it does not.
-#include "launch/reaper.h"
+#include "launch/launcher_process.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>

@@ -1,4 +1,6 @@
 // When an elastic job goes on without processes, and when nobody is left; and the end of a launcher that is alone.
+#include "launch/supervisor.h"
+
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -10,7 +12,6 @@
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
 #include "cluster/rendezvous.h"
-#include "launch/processes.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::launch {
@@ -25,13 +26,33 @@ ChildCommand rank_that_runs(int rank, const std::string& script) {
 
 // An elastic job on this host that has begun. Its store names the processes with which it began; each file in `folder_`
 // tells the scripts what has happened.
-class GoingOn : public testing::Test {
+class GoingOn : public testing::Test, public ChangingHosts {
  protected:
   GoingOn() {
-    context_.has_begun = [] { return true; };
-    context_.is_member = [](int, const std::string& joined_at_restart) { return joined_at_restart.empty(); };
-    context_.lost = [this](const std::string& name, bool) { std::ofstream(folder_ / ("lost " + name)) << "yes"; };
+    store_.set(cluster::kJobHasBegun, "yes", soon());
+    set_members(3);
   }
+
+  std::vector<ChildCommand> newcomers(const Processes&) override { return {}; }
+  bool is_to_leave(const std::string&) const override { return false; }
+  void lost(const std::string& name, bool) override { std::ofstream(folder_ / ("lost " + name)) << "yes"; }
+
+  static Deadline soon() { return Deadline::after(std::chrono::seconds(20)); }
+  void set_members(int count) {
+    std::string members = "1\n";
+    for (int rank = 0; rank < count; ++rank) members += text(cluster::kProcess, rank, " store:", rank, " 0 a host\n");
+    store_.set(cluster::kMembersNow, members, soon());
+  }
+
+  // Returns its exit status; afterwards `failed_`.
+  int run(const std::vector<ChildCommand>& members, const ElasticLimits& limits) {
+    policy_ = end_elastically(limits, job_store_, this);
+    Supervisor job(members, {*policy_, job_store_}, {signals_, reaper_, out_, err_});
+    const int status = job.run();
+    failed_ = job.failed();
+    return status;
+  }
+  std::optional<int> restarts_when_nobody_is_left() const { return policy_->restarts_before_new_start(); }
 
   std::string until(const std::string& file) const {
     return text("until [ -e '", (folder_ / file).string(), "' ]; do sleep 0.01; done; ");
@@ -48,45 +69,46 @@ class GoingOn : public testing::Test {
   const Signals signals_;
   const Reaper reaper_;
   std::ostringstream out_, err_;
-  JobProcesses::Context context_{signals_, reaper_, out_, err_};
+  const Store store_ = Store::hold("127.0.0.1:0");
+  JobStore job_store_{store_, store_};
+  std::unique_ptr<EndPolicy> policy_;
+  bool failed_ = false;
 };
 
 TEST_F(GoingOn, ANewcomerThatTheStoreDoesNotNameYetMayHaveBeenTakenIn) {
-  JobProcesses job({rank_that_runs(0, until("joined") + "kill -9 $$"),
-                    rank_that_runs(1, started_again("", until("lost rank 0") + "exit 0"))},
-                   {.restarts = 1, .elastic = true, .fewest = 1}, context_);
-  EXPECT_EQ(job.run(), 0) << err_.str();
-  EXPECT_FALSE(job.nobody_is_left() || job.failed()) << err_.str();
+  EXPECT_EQ(run({rank_that_runs(0, until("joined") + "kill -9 $$"),
+                 rank_that_runs(1, started_again("", until("lost rank 0") + "exit 0"))},
+                {.restarts = 1, .fewest = 1}),
+            0)
+      << err_.str();
+  EXPECT_FALSE(restarts_when_nobody_is_left() || failed_) << err_.str();
 }
 
 // It says so itself, and the restart that it cost is given back; the others are fewer than the job needs by then.
 TEST_F(GoingOn, NobodyIsLeftWhereTheLastNewcomerFindsNobody) {
-  context_.refusal = [](int rank, const std::string& restart) {
-    return rank == 2 && restart == "1" ? std::string(cluster::kNobodyIsLeft) : "";
-  };
-  JobProcesses job(
-      {rank_that_runs(0, until("lost rank 1") + "kill -9 $$"), rank_that_runs(1, until("joined") + "kill -9 $$"),
-       rank_that_runs(2, started_again("", until("lost rank 0") + "exit 1"))},
-      {.restarts = 1, .elastic = true, .fewest = 2}, context_);
-  EXPECT_EQ(job.run(), 1) << err_.str();
-  EXPECT_TRUE(job.nobody_is_left()) << err_.str();
-  EXPECT_EQ(job.restarts_used(), 0);
+  store_.set(cluster::key_of_refusal("2", "1"), cluster::kNobodyIsLeft, soon());
+  EXPECT_EQ(
+      run({rank_that_runs(0, until("lost rank 1") + "kill -9 $$"), rank_that_runs(1, until("joined") + "kill -9 $$"),
+           rank_that_runs(2, started_again("", until("lost rank 0") + "exit 1"))},
+          {.restarts = 1, .fewest = 2}),
+      1)
+      << err_.str();
+  EXPECT_EQ(restarts_when_nobody_is_left(), 0) << err_.str();
 }
 
 TEST_F(GoingOn, AProcessThatTheMembersLeftOutIsNobody) {
-  context_.is_member = [](int rank, const std::string&) { return rank == 0; };
-  JobProcesses job(
-      {rank_that_runs(0, until("other") + "kill -9 $$"), rank_that_runs(1, tell("other") + "exec sleep 1000")},
-      {.restarts = 0, .elastic = true, .fewest = 1}, context_);
-  EXPECT_EQ(job.run(), 128 + SIGKILL) << err_.str();
-  EXPECT_TRUE(job.nobody_is_left()) << err_.str();
+  set_members(1);
+  EXPECT_EQ(
+      run({rank_that_runs(0, until("other") + "kill -9 $$"), rank_that_runs(1, tell("other") + "exec sleep 1000")},
+          {.restarts = 0, .fewest = 1}),
+      128 + SIGKILL)
+      << err_.str();
+  EXPECT_TRUE(restarts_when_nobody_is_left()) << err_.str();
 }
 
 TEST_F(GoingOn, NobodyIsLeftWhereTheLastProcessIsLostAlone) {
-  JobProcesses job({rank_that_runs(0, "kill -9 $$")}, {.restarts = 1, .elastic = true, .fewest = 1}, context_);
-  EXPECT_EQ(job.run(), 128 + SIGKILL) << err_.str();
-  EXPECT_TRUE(job.nobody_is_left()) << err_.str();
-  EXPECT_EQ(job.restarts_used(), 0);
+  EXPECT_EQ(run({rank_that_runs(0, "kill -9 $$")}, {.restarts = 1, .fewest = 1}), 128 + SIGKILL) << err_.str();
+  EXPECT_EQ(restarts_when_nobody_is_left(), 0) << err_.str();
 }
 
 // Another launcher is told that none is left.
@@ -95,7 +117,8 @@ TEST_F(GoingOn, WhereOneCannotBeStartedNoneIsLeft) {
   std::vector<ChildCommand> ranks{rank_that_runs(0, text("echo $$ > ", file.string(), "; exec sleep 1000")),
                                   rank_that_runs(1, "")};
   ranks[1].command = {"/nowhere/program"};
-  EXPECT_THROW(JobProcesses(ranks, {}, context_), ClusterError);
+  const auto policy = end_together();
+  EXPECT_THROW(Supervisor(ranks, {*policy, job_store_}, {signals_, reaper_, out_, err_}), ClusterError);
   for (const auto a_while = Deadline::after(std::chrono::milliseconds(200)); !a_while.passed(); usleep(1000)) {
   }
   pid_t process = 0;  // where it had the time to say so
@@ -111,8 +134,8 @@ std::string with_launcher(const std::string& said, bool goes_on, const Act& act)
   ChildProcess process([&]() -> std::string {
     dup2(ends[0], STDIN_FILENO);
     close(ends[1]);
-    ControlProtocol control;
-    return act(control);
+    OtherLauncher launcher;
+    return act(launcher);
   });
   close(ends[0]);
   const auto written = write(ends[1], said.data(), said.size());
@@ -127,14 +150,16 @@ TEST(ALauncher, ThatHearsNothingOfTheOneThatStartedItKillsItsRanks) {
   for (const bool connected : {true, false}) {
     SCOPED_TRACE(connected);
     const auto file = fresh_folder("going_on", text("silence_", connected)) / "process";
-    const auto answer = with_launcher("alive\n", connected, [&](ControlProtocol& control) {
+    const auto answer = with_launcher("alive\n", connected, [&](OtherLauncher& launcher) {
       const Signals signals;
       const Reaper reaper;
       std::ostringstream out, err;
-      JobProcesses job({rank_that_runs(0, text("echo $$ > ", file.string(), ".new; mv ", file.string(), ".new ",
-                                               file.string(), "; exec sleep 1000"))},
-                       {.longest_silence_seconds = connected ? 0.2 : kLongSilenceSeconds},
-                       {signals, reaper, out, err, &control});
+      launcher.set_patience({.silence_seconds = connected ? 0.2 : kLongSilenceSeconds});
+      JobStore store("", {}, std::nullopt);
+      const auto policy = end_together();
+      Supervisor job({rank_that_runs(0, text("echo $$ > ", file.string(), ".new; mv ", file.string(), ".new ",
+                                             file.string(), "; exec sleep 1000"))},
+                     {*policy, store, 0, &launcher}, {signals, reaper, out, err});
       while (!std::filesystem::exists(file)) usleep(1000);
       const int status = job.run();
       return text(status, " ", err.str());
@@ -149,8 +174,8 @@ TEST(ALauncher, ThatHearsNothingOfTheOneThatStartedItKillsItsRanks) {
 }
 
 TEST(ALauncher, StartsNoRanksBeforeTheOneThatStartedItKnows) {
-  const auto waits = [](ControlProtocol& control) {
-    control.wait_for_begin(Deadline::after(std::chrono::seconds(20)));
+  const auto waits = [](OtherLauncher& launcher) {
+    launcher.wait_for_begin(Deadline::after(std::chrono::seconds(20)));
     return std::string("begins");
   };
   EXPECT_EQ(with_launcher("alive\nbegin\n", true, waits), "begins");
