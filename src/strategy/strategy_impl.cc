@@ -233,7 +233,8 @@ gradient::Placement StrategyImpl::placement() const {
   return in_host_memory ? gradient::Placement::staged : gradient::Placement::device;
 }
 
-void StrategyImpl::on_replicas(const std::function<void(int)>& function) {
+template <class Function>
+void StrategyImpl::on_threads(const Function& function) {
   Mutex mutex;
   std::exception_ptr first;  // guarded by mutex
   threads_.run([&](int replica) {
@@ -309,9 +310,11 @@ void StrategyImpl::tell_failure(const std::exception& error) const {
   membership()->tell_failure(completed_sections_.count, error);
 }
 
+void StrategyImpl::on_replicas(const std::function<void(int)>& function) { on_threads(function); }
+
 void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {
   const auto run_seed = mix(seed_, ++runs_);
-  on_replicas([&](int replica) {
+  on_threads([&](int replica) {
     ReplicaContext context(replica, *this);
     context.seed_random(mix(run_seed, static_cast<std::uint64_t>(context.replica_id())));
     const ops::ReplicaRandom::Use use(random(replica));

@@ -195,6 +195,8 @@ class StrategyImpl {
   const Group& group(int replica) const;
 
  private:
+  template <class Function>
+  void on_threads(const Function& function);
   void take_group();
   std::vector<std::string> hosts() const;  // of topology().same_part: [rank]
   int spin_rounds() const;

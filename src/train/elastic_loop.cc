@@ -120,6 +120,11 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
                  const std::function<Numbers(Batch&)>& step, const std::function<void(const Numbers&)>& done) {
     auto regroups = workers().regroups();
     Numbers found(count);  // zeros where the update was taken from another worker
+    const auto sum = [this](std::span<const double> numbers) {
+      Numbers sums(numbers.begin(), numbers.end());
+      workers().sum(sums);
+      return sums;
+    };
     const auto act = [&] {
       begin_section();
       if (!training_->updated()) {
@@ -130,17 +135,13 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
         ++place.steps;
         training_->updated() = true;
       }
-      return found;
+      return training_->sum_with_agreement(false, found, sum);
     };
-    const auto sum = [&](std::span<const double> numbers) {
-      Numbers sums(numbers.begin(), numbers.end());
-      workers().sum(sums);
-      return sums;
-    };
-    training_->agree(false, act, sum, [&](std::span<const double> sums) {
+    training_->run(act, [&](const Numbers& sums) {
+      const auto of_step = training_->take_agreement(sums);
       ++place.sections;
       place.position = batches.position();
-      done({sums.begin(), sums.end()});
+      done({of_step.begin(), of_step.end()});
     });
   }
 

@@ -49,7 +49,9 @@ void ElasticTraining::run(const std::function<Numbers()>& act, const Finish& fin
     worker_.use_new_group();
     return act();
   };
+  has_agreed_ = false;
   sections_.run(act_in_group, finish);
+  if (has_agreed_) agreed_in_ = strategy().completed_sections().generation;
 }
 
 Training::Numbers ElasticTraining::run_or_act(const std::function<Numbers()>& act) {

@@ -28,7 +28,6 @@ class ElasticTraining final : public Training {
 
  private:
   Says says(bool stops) override;
-  void on_agreed() override { agreed_in_ = strategy().completed_sections().generation; }
 
   bool agreed_by_these_workers() const { return strategy().completed_sections().generation == agreed_in_; }
   void agree_again();

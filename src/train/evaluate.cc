@@ -264,7 +264,7 @@ Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
   impl_->require_compiled("evaluate");
   const auto kept = data.keeping_first();
   impl_->build_for(kept, "evaluate");
-  return impl_->lead->call<Logs>("evaluate", [&] { return evaluate_here(*this, kept, options); });
+  return impl_->lead->call("evaluate", [&] { return evaluate_here(*this, kept, options); });
 }
 
 Tensor Model::predict(const Dataset& data, const PredictOptions& options) {

@@ -205,16 +205,17 @@ class Fit {
   }
 
   void make_step() {
-    const auto train = [this] {
+    const auto sum = [this](std::span<const double> news) { return steps_->sum(news); };
+    const auto train = [&] {
       if (!training_->updated()) steps_->train();
       training_->updated() = true;
-      return seconds_of_workers();
+      return training_->sum_with_agreement(impl_.stopping, seconds_of_workers(), sum);
     };
-    const auto sum = [this](std::span<const double> news) { return steps_->sum(news); };
-    training_->agree(impl_.stopping, train, sum, [this](std::span<const double> sums) {
-      steps_->count(sums);
+    training_->run(train, [this](const auto& sums) {
+      const auto of_step = training_->take_agreement(sums);
+      steps_->count(of_step);
       impl_.agreed_to_stop = training_->stopping();
-      look_for_stragglers(sums);
+      look_for_stragglers(of_step);
     });
   }
 
@@ -371,7 +372,7 @@ History Model::fit(const Dataset& data, const FitOptions& options) {
   if (impl_->fitting) throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
   impl_->check_on_all("fit", [&] { train::check_fit_options(data, options); });
   impl_->lead->prepare_fit(data);
-  return impl_->lead->call<History>(
+  return impl_->lead->call(
       "fit", [&] { return Fit(*this, data, options).run(); },
       [&](std::int64_t call) { return train::follow_chief(*this, data, options, call); });
 }

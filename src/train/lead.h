@@ -33,8 +33,8 @@ class Lead {
   // follow(number of the call), which returns the outcome of the chief's; without `follow` they wait for that. In a fit
   // it is act(). A chief that was started again does not act where the one before it had an outcome.
   using Follow = std::function<std::string(std::int64_t call)>;
-  template <class Result>
-  Result call(const std::string& name, const std::function<Result()>& act, const Follow& follow = {});
+  template <class Act>
+  auto call(const std::string& name, const Act& act, const Follow& follow = {}) -> decltype(act());
 
   // Calls act(). A chief calls it alone, and, outside of fit, once however often it is started again.
   virtual void once(const std::function<void()>& act) const { act(); }
@@ -73,10 +73,10 @@ class Lead {
   ModelImpl& impl_;
 };
 
-template <class Result>
-Result Lead::call(const std::string& name, const std::function<Result()>& act, const Follow& follow) {
+template <class Act>
+auto Lead::call(const std::string& name, const Act& act, const Follow& follow) -> decltype(act()) {
   if (is_in_fit()) return act();
-  if (const auto told = begin(name, follow)) return parse<Result>(*told);
+  if (const auto told = begin(name, follow)) return parse<decltype(act())>(*told);
   try {
     const auto result = act();
     end([&] { return print(result); });

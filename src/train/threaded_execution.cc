@@ -32,22 +32,23 @@ Example rows_of(const Example& part, std::int64_t first, std::int64_t count) {
 
 ThreadedExecution::ThreadedExecution(ModelImpl& impl) : Execution(impl), mesh_(impl.mesh()) {}
 
-std::vector<PerReplica<StepResult>> ThreadedExecution::train(std::vector<Parts>& batches, Tracker& into,
+std::vector<PerReplica<StepResult>> ThreadedExecution::train(std::vector<Parts>& batches, Tracker& tracker,
                                                              std::unique_ptr<Prepared> /*prepared*/,
                                                              const std::function<void()>& /*meanwhile*/) {
-  std::vector<PerReplica<StepResult>> results;
-  for (auto& batch : batches) results.push_back(train_batch(batch, into));
-  return results;
-}
-
-PerReplica<StepResult> ThreadedExecution::train_batch(Parts& batch, Tracker& into) {
-  Lap lap;
-  auto results = impl_.strategy.run(
-      [&](ReplicaContext& replica, const internal::Part& part) { return train_step(replica, part, into); }, batch);
-  ++impl_.steps;
-  ++impl_.times.steps;
-  lap.add_to(impl_.times.total);
-  return results;
+  std::vector<PerReplica<StepResult>> all;
+  for (auto& batch : batches) {
+    Lap lap;
+    std::vector<StepResult> results(static_cast<std::size_t>(batch.size()));
+    unwrap(impl_.strategy).run([&](ReplicaContext& replica) {
+      const int id = replica.local_replica_id();
+      results[static_cast<std::size_t>(id)] = train_step(replica, batch[id], tracker);
+    });
+    all.emplace_back(std::move(results));
+    ++impl_.steps;
+    ++impl_.times.steps;
+    lap.add_to(impl_.times.total);
+  }
+  return all;
 }
 
 // The sum of gradients is divided by the sum of weights.

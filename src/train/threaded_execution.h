@@ -39,7 +39,6 @@ class ThreadedExecution : public Execution {
   double weight_of(const ReplicaContext& replica, double divisor) const;
 
  private:
-  PerReplica<StepResult> train_batch(Parts& batch, Tracker& tracker);
   StepResult train_step(ReplicaContext& replica, const internal::Part& unread, Tracker& tracker);
   ComputedStep compute_no_gradients(ReplicaContext& replica, const Example& empty);
   Tensor outputs_of_any(int replica, const Example& part) const;

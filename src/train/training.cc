@@ -45,19 +45,16 @@ Training::Numbers Training::checked(const std::function<Numbers()>& sum) const {
                              "(only_on_chief) save, evaluate or train a model?", how));
 }
 
-void Training::agree(bool stops, const std::function<Numbers()>& act, const Sum& sum,
-                     const std::function<void(std::span<const double> sums)>& finish) {
-  const auto act_and_agree = [&] {
-    auto numbers = act();
-    const auto mine = says(stops);
-    numbers.insert(numbers.end(), mine.begin(), mine.end());
-    return checked([&] { return sum(numbers); });
-  };
-  run(act_and_agree, [&](const Numbers& sums) {
-    std::copy_n(sums.end() - kSize, kSize, agreed_.begin());
-    finish(std::span(sums).first(sums.size() - kSize));
-  });
-  on_agreed();
+Training::Numbers Training::sum_with_agreement(bool stops, Numbers numbers, const Sum& sum) {
+  const auto mine = says(stops);
+  numbers.insert(numbers.end(), mine.begin(), mine.end());
+  return checked([&] { return sum(numbers); });
+}
+
+std::span<const double> Training::take_agreement(const Numbers& sums) {
+  std::copy_n(sums.end() - kSize, kSize, agreed_.begin());
+  has_agreed_ = true;
+  return std::span(sums).first(sums.size() - kSize);
 }
 
 void Training::agree(bool stops) {
@@ -66,8 +63,7 @@ void Training::agree(bool stops) {
     worker_.peers().sum(sums);
     return sums;
   };
-  agree(
-      stops, [] { return Numbers(); }, sum, [](std::span<const double>) {});
+  run([&] { return sum_with_agreement(stops, {}, sum); }, [this](const Numbers& sums) { take_agreement(sums); });
 }
 
 int Training::signal() const {

@@ -59,15 +59,16 @@ class Training {
 
   // --- what the peers agree on
 
-  // A section whose numbers are sums: act() returns this worker's, of which sum(numbers) makes the sums over the peers.
-  // It returns what they have besides, and these sums at the end; finish(sums) gets both. Throws InvalidArgument where
-  // another worker made another call.
-  using Sum = std::function<Numbers(std::span<const double> numbers)>;
-  void agree(bool stops, const std::function<Numbers()>& act, const Sum& sum,
-             const std::function<void(std::span<const double> sums)>& finish);
-
   // In a section of its own.
   void agree(bool stops);
+
+  // In a section that sums numbers over the peers anyway. Its act() returns sum_with_agreement(stops, numbers, sum):
+  // `numbers` are this worker's; sum(all) returns what the section has besides, and the sums of `all` at the end. Its
+  // finish() calls take_agreement, which returns the section's own sums. Throws InvalidArgument where another worker
+  // made another call.
+  using Sum = std::function<Numbers(std::span<const double> all)>;
+  Numbers sum_with_agreement(bool stops, Numbers numbers, const Sum& sum);
+  std::span<const double> take_agreement(const Numbers& sums);
 
   // By the last agreement: how many made it, of whom some may be lost since; whether one of them wanted to stop; and
   // the signal that ends the training for all, or 0.
@@ -90,13 +91,11 @@ class Training {
   // This worker's part of an agreement.
   virtual Says says(bool stops);
 
-  // After the section of an agreement.
-  virtual void on_agreed() {}
-
   int received() const { return signals_ != nullptr ? signals_->received() : 0; }
 
   TrainingWorker& worker_;
-  Says agreed_{};  // the sums
+  Says agreed_{};            // the sums
+  bool has_agreed_ = false;  // in the section that runs, or ran last
 
  private:
   static constexpr double kMark = 0x5eed'1d'ea;  // that no other sum is likely to have in its place
