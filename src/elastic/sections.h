@@ -41,8 +41,8 @@ class Member {
   virtual std::string print_update() = 0;
   virtual void take_update(const std::string& printed) = 0;
 
-  // Print the state with which a newcomer goes on as this member, between sections; and the state of this member's part
-  // of a model, for a newcomer with the same part.
+  // Print the state with which a newcomer goes on as this member, between sections. print_part: the state of this
+  // member's part of a model, for a newcomer with the same part.
   virtual std::string print_all() = 0;
   virtual std::string print_part() { return {}; }
   virtual void take_all(const std::string& printed, const std::string& printed_part) = 0;
@@ -50,7 +50,7 @@ class Member {
   // Called where another member is lost; the error says which, and how. An exception of this function ends the call.
   virtual void on_loss(const std::exception& error) = 0;
 
-  // Called when all have regrouped, and are at the same section. `updated`: the section's update of the model was made.
+  // Called when all have regrouped, and are at the same section. `updated`: it has its update, but is not completed.
   virtual void on_regrouped(int size_before, bool updated) = 0;
 };
 
@@ -65,8 +65,8 @@ class Sections {
  public:
   using Numbers = std::vector<double>;
 
-  // The sections that a process has completed, in all its trainings: one member may be in the last section of a
-  // training when another one is in the first of the next.
+  // The sections that a process has completed, in all its trainings: members may be one section apart, also where a
+  // training ends and the next begins.
   struct Completed {
     std::int64_t count = 0;
     Numbers last;                 // those of the last section

@@ -334,7 +334,7 @@ class Worker final : public Member {
         const double came = time.now();
         if (!worker.is_invited(self))
           return job.expect(
-              came > job.near_end || job.has_long_waits || job.row_size > 1,  // its row may lack others
+              came > job.near_end || job.has_long_waits || job.row_size > 1,  // the others of its row may lack
               "a newcomer was not taken in");
         sections.join([&] { worker.make_group(); });
         worker.train_all(sections, [] { return false; });

@@ -70,7 +70,7 @@ void ParameterServerSync::prepare() {
   writable_.move_first_copy(memory_);
 }
 
-// Gradients of a replica, or, behind the last replica, the sums.
+// Returns the memory of a replica's gradients, or, after the last replica's, of the sums.
 at::Tensor ParameterServerSync::gradient_memory(std::size_t index, const gradient::ParameterSlot& slot) const {
   return parameters_.flat_in(memory_, 1 + index, slot.dtype).narrow(0, slot.offset, slot.numel);
 }
@@ -91,7 +91,7 @@ void ParameterServerSync::on_ready(int replica, std::size_t slot, const at::Tens
   gradient::OnePass::on_ready(replica, slot, shared);
 }
 
-// Copy 0's values of them.
+// Returns the variables' values in copy 0.
 std::vector<std::byte*> ParameterServerSync::variables() const {
   std::vector<std::byte*> values;
   for (const auto& variable : shares_.owned()) {
@@ -112,7 +112,7 @@ void ParameterServerSync::fetch(Deadline deadline) {
   fetch_changed(deadline);
 }
 
-// How often LibTorch has changed the values in place.
+// Counts how often LibTorch has changed the values in place.
 std::int64_t ParameterServerSync::changes_here() const {
   std::int64_t changes = 0;
   for (int replica = 0; replica < parameters_.replicas(); ++replica) {
@@ -183,7 +183,7 @@ void ParameterServerSync::push(Deadline deadline) {
   client_->push(std::move(push), gradients, deadline);
 }
 
-// Of all replicas.
+// Returns the rows that all replicas used.
 std::vector<parameter_server::Rows> ParameterServerSync::rows_of_table(std::size_t table) const {
   std::vector<parameter_server::Rows> parts;
   for (const auto& of_replica : embeddings_) {

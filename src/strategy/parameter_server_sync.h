@@ -11,14 +11,14 @@
 
 namespace lockstep::strategy {
 
-// Trainable parameters, as variables of servers, in the order of their slots.
+// Returns the trainable parameters, as variables of servers, in the order of their slots.
 std::vector<parameter_server::VariableSpec> variables_of(const ReplicatedParameters& parameters);
 
-// The replicas of this process add up their gradients, each a share of the elements, and replica 0 pushes them. Rows of
-// tables are read by the modules of ShardedEmbedding; their gradients are pushed with the others.
+// The replicas of this process add up their gradients, each for a share of the elements, and replica 0 pushes them.
+// Modules of ShardedEmbedding read rows of tables; the rows' gradients are pushed with the others.
 class ParameterServerSync final : public gradient::OnePass {
  public:
-  // `client`'s variables are variables_of(parameters), its tables tables_of(parameters). `timeout_seconds`: of a call
+  // `client`'s variables are variables_of(parameters), its tables tables_of(parameters). `timeout_seconds`: for a call
   // that reads rows. Throws as EmbeddingModule::bind.
   ParameterServerSync(ReplicatedParameters& parameters, std::shared_ptr<parameter_server::Client> client,
                       double timeout_seconds);
@@ -26,7 +26,7 @@ class ParameterServerSync final : public gradient::OnePass {
 
   parameter_server::Client& client() const { return *client_; }
 
-  // Puts copy 0 of the values, and the gradients, into memory that servers on this host access where it lies.
+  // Puts copy 0 of the values, and the gradients, into memory that servers on this host access directly.
   void prepare() override;
 
   gradient::ShardMap shards() const override { return gradient::ShardMap::even({}, parameters_.replicas()); }
@@ -51,16 +51,16 @@ class ParameterServerSync final : public gradient::OnePass {
   const std::shared_ptr<parameter_server::Client> client_;
   ReplicatedParameters& writable_;
   std::vector<std::vector<std::shared_ptr<EmbeddingModule>>> embeddings_;  // [replica][table]
-  const gradient::ShardMap shares_;  // of all variables, `owned()`, what each replica adds up
+  const gradient::ShardMap shares_;  // of all variables; `owned()`: what each replica adds up
 
-  parameter_server::Client::Versions fetched_;  // of the values; empty: none
+  parameter_server::Client::Versions fetched_;  // the values' versions; empty: none
   std::int64_t changes_when_fetched_ = 0;
 
-  // Values; the gradients of each replica; and, of several, their sums: flat_bytes() each. Null before `prepare`.
+  // Values; each replica's gradients; and with several replicas the sums: flat_bytes() each. Null before `prepare`.
   Memory memory_;
 };
 
-// The client of the servers that update the path's parameters; null where this process updates them.
+// Returns the client of the servers that update the path's parameters; null where this process updates them.
 parameter_server::Client* servers_of(const GradientPath& path);
 
 }  // namespace lockstep::strategy

@@ -18,9 +18,9 @@ struct LaunchAgreement {
 
 // name: what is launched ("the training step"), and all that must be the same on all workers. inputs: [replica of this
 // worker][step]; parts without examples have shapes too. updates: [step], true where it updates by this worker's
-// examples. Collective. Throws InvalidArgument, on all workers, where they launch different things, their examples'
-// shapes differ, or none has an example (Aborted, with that text, on a worker that another told faster); and on this
-// worker where its own shapes differ.
+// examples. Collective. Throws InvalidArgument on all workers where their launches or examples' shapes differ, or none
+// has an example; Aborted, with that text, on a worker that another told faster. Throws InvalidArgument on this one
+// alone where its own shapes differ.
 LaunchAgreement agree_on_launch(const Communicator& workers, const std::string& name,
                                 const std::vector<std::vector<Example>>& inputs, std::vector<bool> updates);
 

@@ -156,7 +156,7 @@ class ModelImpl {
   const std::uint64_t first_seed = next_random_seed();  // the first values follow from it, whenever they are made
   std::string frozen;                                   // describe_frozen(), when it was last called
   std::int64_t steps = 0;                               // train steps so far
-  int part_of_step = 0;  // where several workers of parameter servers compute the step
+  int part_of_step = 0;  // its part, where several workers of parameter servers compute a step
   StepTimes times;
   train::FitProgress progress;
   std::int64_t data_epochs = 0;        // epochs of data that fits have begun: the next one shuffles anew

@@ -68,8 +68,8 @@ class Training {
   // Agrees in a section of its own.
   void agree(bool stops);
 
-  // Results of the last agreement: how many workers made it (some may be lost since); whether a worker wanted to stop;
-  // and the signal that ends the training for all, or 0.
+  // Results of the last agreement: how many workers made it, some of which may be lost since; and whether one wanted to
+  // stop. signal(): the signal that ends the training for all, or 0.
   double workers() const { return agreed_[mark] / kMark; }
   bool stopping() const { return agreed_[stops_] > 0; }
   int signal() const;
