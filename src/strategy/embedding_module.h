@@ -1,4 +1,4 @@
-// The module behind a ShardedEmbedding, and those that a model has.
+// The module of a ShardedEmbedding, and the embeddings and tables of a model.
 #pragma once
 
 #include <torch/nn/module.h>

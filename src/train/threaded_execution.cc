@@ -94,7 +94,7 @@ StepResult ThreadedExecution::train_step(ReplicaContext& replica, const internal
         "sequence sees itself alone");
   }
   const bool counted = impl_.topology.counts() && !idle;
-  // Before anything has changed: a metric may throw.
+  // Metrics come before anything has changed: a metric may throw.
   if (counted && computed.outputs.defined()) into.update(id, part, computed.outputs);
   lap.add_to(spent.metrics);
   impl_.gradients->apply(replica.local_group(), computed.weight, replica.deadline());
