@@ -1,5 +1,5 @@
-// fit of workers that are lost, leave and come, at places that a seed draws (tests/simulated_workers.h): all that
-// remain have what one process would have.
+// Runs fit with workers that are lost, leave and come, at places that a seed draws (tests/simulated_workers.h). All
+// that remain get the results of one process.
 #include "tests/simulated_workers.h"
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@ namespace lockstep {
 namespace {
 
 constexpr int kEpochs = 3, kStepsOfAnEpoch = 5;
-constexpr double kNear = 1e-11;  // of doubles that are added in another order
+constexpr double kNear = 1e-11;  // for doubles that are added in another order
 
 Dataset data() {
   const auto x = waves(4 * kStepsOfAnEpoch - 1, 3);  // the last batch is smaller
@@ -29,13 +29,13 @@ Dataset data() {
 
 struct Outcome {
   std::vector<Tensor> weights;
-  std::vector<double> losses;  // of the epochs of both fits
-  double evaluated = 0;        // between them
+  std::vector<double> losses;  // those of the epochs of both fits
+  double evaluated = 0;        // between both fits
 };
 
 struct Program {
   bool shards = false, in_background = false, validates = false;
-  std::map<int, int> told_to_leave;  // [worker]: the batch, of all that it trains on, after which it is
+  std::map<int, int> told_to_leave;  // [worker]: after how many of its batches it is told
   std::filesystem::path folder;
 };
 
@@ -82,7 +82,7 @@ std::vector<Tensor> weights_in(const std::filesystem::path& path, const std::vec
   return weights;
 }
 
-// --- what a seed draws
+// --- programs that a seed draws
 
 struct Drawn {
   std::vector<simulated::Fate> fates;
@@ -138,7 +138,7 @@ const Alone& alone() {
   return made;
 }
 
-// `losses_too`: a worker that is lost between an update and the sum of its losses takes its part of them along.
+// `losses_too`: not where a worker was lost: it may take its part of the losses along, after the update.
 void expect_as_alone(const Outcome& outcome, bool losses_too) {
   EXPECT_LE(largest_difference(outcome.weights, alone().outcome.weights), kNear);
   EXPECT_NEAR(outcome.evaluated, alone().outcome.evaluated, kNear);
@@ -173,7 +173,7 @@ void run(unsigned seed) {
     EXPECT_EQ(errors[i], "");
     if (!outcomes.contains(worker)) continue;
     const auto& outcome = outcomes.at(worker);
-    if (outcome.losses.size() < alone().outcome.losses.size()) continue;  // it came after the first training
+    if (outcome.losses.size() < alone().outcome.losses.size()) continue;  // a newcomer after the first training
     expect_as_alone(outcome, std::count(errors.begin(), errors.end(), "lost") == 0);
     if (first == nullptr) first = &outcome;
     EXPECT_TRUE(equal_bits(outcome.weights, first->weights));
@@ -184,7 +184,7 @@ void run(unsigned seed) {
     const auto name = text("epoch-", epoch, ".safetensors");
     EXPECT_TRUE(std::filesystem::exists(drawn.program.folder / name)) << name;
     if (first == nullptr || !std::filesystem::exists(drawn.program.folder / name)) continue;
-    // One that was being written when workers were lost is of a later step.
+    // A file that was being written when workers were lost is of a later step.
     if (drawn.program.in_background) continue;
     EXPECT_LE(largest_difference(weights_in(drawn.program.folder / name, first->weights),
                                  weights_in(alone().folder / name, first->weights)),

@@ -1,5 +1,5 @@
-// For tests: the workers of an elastic job, as threads of one process. Their job is a table in memory and their Groups
-// are of threads, so that a worker can be lost at each collective operation, and at each change of the members.
+// For tests: the workers of an elastic job, as threads of one process. Their job is a table in memory, and their Groups
+// are of threads. So a worker can be lost at each collective operation, and at each change of the members.
 #pragma once
 
 #include <algorithm>
@@ -25,16 +25,16 @@
 
 namespace lockstep::simulated {
 
-// Thrown in a worker that is lost, from then on wherever it comes to a place.
+// Thrown in a worker that is lost, at each place that it comes to from then on.
 struct Lost : Interrupted {
   Lost() : Interrupted(SIGKILL) {}
 };
 
-// What becomes of a worker. Places are counted from when it trains: before and after each of its collective operations,
-// and in each change of the members.
+// The fate of a worker. Places are counted from when it trains: before and after each of its collective operations, and
+// in each change of the members.
 struct Fate {
   int lost_at = 0;       // the number of the place; 0: never
-  int begins_after = 0;  // a newcomer: how many places the others have come to; 0: there from the beginning
+  int begins_after = 0;  // a newcomer: after how many places of all workers; 0: there from the beginning
 };
 
 class Job {
@@ -47,7 +47,7 @@ class Job {
     generations_.push_back(make_generation(first_));
   }
 
-  // Runs body(strategy) on every worker at once; element i is what worker i threw, or empty. "lost": it was.
+  // Runs body(strategy) on every worker at once. Element i is what worker i threw, or empty; "lost": it was.
   std::vector<std::string> run(const strategy::WorkerSettings& settings,
                                const std::function<void(int worker, const Strategy&)>& body) {
     std::vector<std::string> errors(workers_.size());
@@ -74,13 +74,13 @@ class Job {
     return errors;
   }
 
-  // The calling worker trains from here on: it may be lost.
+  // Counts the calling worker's places from here on, where it trains: it may be lost.
   void begin_to_count(int worker) {
     const std::lock_guard lock(mutex_);
     workers_[at(worker)].counts = true;
   }
 
-  // How many places all workers have come to; and what was wrong with how they used the job, or empty.
+  // Return how many places all workers have come to; and what was wrong in their use of the job, or an empty text.
   int places() const { return places_; }
   const std::string& problem() const { return problem_; }
 
@@ -94,21 +94,21 @@ class Job {
     bool lost = false, ended = false;
     int generation = 0;
     int rank = 0;
-    std::optional<std::pair<std::int64_t, std::string>> waits_for;  // a newcomer: a training, and its description
+    std::optional<std::pair<std::int64_t, std::string>> waits_for;  // a newcomer's training, and its description
     bool has_place = false;
   };
 
   struct Generation {
     std::vector<int> workers;               // [rank]
     std::vector<Group> groups;              // [rank]
-    std::map<int, elastic::Change> wanted;  // [worker], of those that have come to the end of this generation
+    std::map<int, elastic::Change> wanted;  // [worker]: those that have ended this generation
     bool has_next = false;
   };
 
   class OfWorker;
   class Training;
 
-  // Before and after each operation it comes to a place. What has been completed on some may fail on others.
+  // The worker comes to a place before and after each operation. An operation that some completed may fail on others.
   class Operations final : public collective::Wrapper {
    public:
     Operations(std::shared_ptr<GroupBackend> inner, Job& job, int generation, int worker)
@@ -186,7 +186,7 @@ class Job {
     throw Lost();
   }
 
-  // With `mutex_` held: nobody waits for it any more.
+  // With `mutex_` held: nobody waits for the worker any more.
   void leave(int worker, const char* how) {
     const auto& self = workers_[at(worker)];
     if (!is_newcomer(worker)) {
@@ -205,8 +205,8 @@ class Job {
     leave(worker, "its process ended");
   }
 
-  // An operation that has ended on some may fail on others, where a worker is lost that made it. What a worker has sent
-  // that has ended by itself arrives.
+  // An operation that some have ended may fail on others, where a worker is lost that took part. A worker that ended by
+  // itself has sent all that others wait for.
   void may_fail_after_a_loss(int generation) {
     const std::lock_guard lock(mutex_);
     const auto& members = generations_[at(generation)]->workers;
@@ -219,7 +219,7 @@ class Job {
     return workers_[at(worker)].fate.begins_after > 0 && !workers_[at(worker)].has_place;
   }
 
-  // With `mutex_` held: makes the generation after `number`, once all of it that are left have come.
+  // With `mutex_` held: makes the generation after `number`, once all of its workers that are left have come.
   void make_next(int number) {
     auto& generation = *generations_[at(number)];
     if (generation.has_next || number + 1 != static_cast<int>(generations_.size())) return;
@@ -257,7 +257,7 @@ class Job {
   std::condition_variable changed_;
   std::mt19937 random_;
   std::vector<Worker> workers_;
-  std::vector<int> first_;  // those that are there from the beginning
+  std::vector<int> first_;  // there from the beginning
   std::vector<std::unique_ptr<Generation>> generations_;
   std::set<std::int64_t> ended_trainings_;
   int places_ = 0;

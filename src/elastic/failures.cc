@@ -11,7 +11,7 @@ namespace {
 
 std::string key_of_failures(std::int64_t section) { return text("failures in section ", section); }
 
-// Packed: of each member that failed its name, and behind that in the list why.
+// Returns the list that is packed in the entry: the name of each member that failed, and after each name the reason.
 std::vector<std::string> failures_in(const std::string& entry) {
   return cluster::unpack(entry).value_or(std::vector<std::string>());
 }

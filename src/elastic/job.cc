@@ -33,10 +33,10 @@ Deadline start_deadline(double timeout_seconds) {
 }  // namespace
 
 struct Job::State {
-  // Of a process that is alone.
+  // Makes a process that is alone.
   explicit State(elastic::Members of) : members(std::move(of)), own_cores(false), is_newcomer(false) {}
-  // Of a job's first generation, or a process that comes later. `found`: the store at which its processes meet;
-  // `here`: its host's.
+  // Makes a process of a job's first generation, or one that comes later. `found`: the store at which its processes
+  // meet; `here`: the store of its host.
   State(elastic::Members of, const Store& found, const Store& here, std::int64_t number, bool has_own_cores,
         bool has_come_later = false)
       : members(std::move(of)),
@@ -45,7 +45,7 @@ struct Job::State {
         is_newcomer(has_come_later),
         stores(std::make_shared<elastic::ConnectedStores>(here.prefixed(prefix + kOfMembers))),
         store(found.prefixed(prefix)) {}
-  // Of a later generation of `before`.
+  // Makes a later generation of `before`.
   State(elastic::Members of, const State& before)
       : members(std::move(of)),
         prefix(before.prefix),
@@ -53,8 +53,8 @@ struct Job::State {
         is_newcomer(false),
         stores(before.stores) {}
 
-  // The store with this Job's prefix. A process that is alone makes one on first use; those of a later generation meet
-  // at that of rank 0's host.
+  // Returns the store with this Job's prefix. A process that is alone makes one on first use. Processes of a later
+  // generation meet at the store of rank 0's host.
   Store keys() {
     MutexLock lock(mutex);
     if (store) return *store;
@@ -85,8 +85,8 @@ struct Job::State {
 
 namespace {
 
-// Who takes part: all processes tell each other where they are. Hosts without a store of their own have this one, which
-// each process may know by another address.
+// Returns the members: all processes tell each other where they are. Hosts without a store of their own have `store`,
+// which each process may know by another address.
 elastic::Members gather_members(const World& world, const Store& store, const std::string& host_store,
                                 Deadline deadline) {
   const auto place = store.prefixed("places/");
@@ -128,7 +128,7 @@ Job::Job(const Cluster& cluster, double timeout_seconds) {
   elastic::publish(state_->members, *state_->stores);
 }
 
-// It numbers its Jobs as the processes of the job number theirs.
+// A newcomer numbers its Jobs as the processes of the job number theirs.
 Job Job::newcomer(const Cluster& cluster, double timeout_seconds) {
   static std::atomic<std::int64_t> made = 0;
   const auto found = cluster::find_store(cluster, start_deadline(timeout_seconds));
@@ -191,7 +191,7 @@ Job Job::regroup(const elastic::Change& change, Deadline deadline) const {
     return Job(std::make_shared<State>(elastic::next_generation(alone, registry, change, deadline), *state_));
   }
   auto next = elastic::next_generation(members(), *registry(), change, deadline);
-  if (change.leaves) return Job(std::make_shared<State>(std::move(next), *state_));  // it is none of the members
+  if (change.leaves) return Job(std::make_shared<State>(std::move(next), *state_));  // this one is no member then
   return joined(next);
 }
 

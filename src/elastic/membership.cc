@@ -13,10 +13,10 @@
 namespace lockstep::elastic {
 namespace {
 
-constexpr std::chrono::milliseconds kBetweenChecks(100);  // for members that have gone
-constexpr std::chrono::seconds kToFindOut(15);            // that one has: with etcd when its lease ends
+constexpr std::chrono::milliseconds kBetweenChecks(100);  // looks for members that have gone
+constexpr std::chrono::seconds kToFindOut(15);            // until a loss is known: with etcd when a lease ends
 
-// As job.group(options), but that nobody waits for a member that goes meanwhile: PeerLost names it. Collective.
+// Makes job.group(options), but nobody waits for a member that goes meanwhile: PeerLost names it. Collective.
 Group group_of_generation(const Job& job, const GroupOptions& options,
                           const std::function<std::optional<int>()>& lost) {
   const std::jthread watch([&](const std::stop_token& stop) {
@@ -48,7 +48,7 @@ Group group_of_generation(const Job& job, const GroupOptions& options,
 
 class TrainingOfJob final : public OpenTraining {
  public:
-  // `job`: of the generation that runs, whichever that is.
+  // `job`: a reference, always of the generation that runs.
   TrainingOfJob(const Job& job, int row_size, std::int64_t number, std::string description)
       : job_(job), row_size_(row_size), number_(number), description_(std::move(description)) {
     watch();
@@ -78,7 +78,7 @@ class TrainingOfJob final : public OpenTraining {
   }
 
  private:
-  // Another member may be the first of its host after each change.
+  // Watches where this member is the first of its host, which may be another one after each change.
   void watch() {
     if (!watch_ && job_.world().local_rank == 0) watch_.emplace(job_.registry(), number_, description_, row_size_);
   }
@@ -87,7 +87,7 @@ class TrainingOfJob final : public OpenTraining {
   const int row_size_;
   const std::int64_t number_;
   const std::string description_;
-  std::optional<Watch> watch_;  // of the first member of a host
+  std::optional<Watch> watch_;  // where this member is the first of its host
 };
 
 }  // namespace

@@ -24,13 +24,13 @@ class OpenTraining {
   // Returns true where newcomers wait. Only the first member of each host sees them; the others get false.
   virtual bool newcomers_wait() = 0;
 
-  // Those that wait; none where the store is slow: they are taken in later.
+  // Returns the newcomers that wait; none where the store is slow: they are taken in later.
   virtual std::vector<Process> newcomers() = 0;
 
-  // After a change of the members, which may have taken in newcomers.
+  // Called after the members have changed, which may have taken in newcomers.
   virtual void on_change() = 0;
 
-  // It has ended for all, and nobody can join it any more: the first member tells those that come. Does not throw.
+  // The training has ended for all: nobody can join it any more, as the first member tells newcomers. Does not throw.
   virtual void end() = 0;
 };
 
@@ -46,8 +46,8 @@ class Membership {
   const World& world() const { return members().world; }
   virtual bool is_newcomer() const = 0;  // this process has not taken its place among them yet
 
-  // The Group of the members, and the Group of all their replicas (Job::replica_group). Collective. Of a later
-  // generation than the first: nobody waits for a member that goes meanwhile; PeerLost names it. Throws as make_group.
+  // Make the Group of the members, and that of all their replicas (Job::replica_group). Collective. In later
+  // generations than the first nobody waits for a member that goes meanwhile; PeerLost names it. Throw as make_group.
   virtual Group group(const GroupOptions& options) const = 0;
   virtual Group replica_group(int replicas, int replica, const GroupOptions& options) const = 0;
 
@@ -63,16 +63,16 @@ class Membership {
                               const std::function<void()>& poll) = 0;
   virtual void take_place() = 0;
 
-  // The next generation of the job. Collective; throws what Job::regroup throws.
+  // Makes the next generation of the job. Collective; throws what Job::regroup throws.
   virtual void regroup(Change change, double timeout_seconds) = 0;
 
   // Opens training number `number` of the job.
   virtual std::unique_ptr<OpenTraining> open(std::int64_t number, const std::string& description) = 0;
 
-  // Returns a function for any thread: the first rank of this generation, but this one's, whose process has gone.
+  // Returns a function for any thread, which returns the first rank of this generation, but this one's, that has gone.
   virtual std::function<std::optional<int>()> watch_for_losses() const = 0;
 
-  // As the functions in elastic/failures.h.
+  // Do what the functions in elastic/failures.h do.
   virtual void tell_failure(std::int64_t section, const std::exception& error) const = 0;
   virtual void require_fewer_than_two_failures(std::int64_t section) const = 0;
 };
@@ -80,11 +80,11 @@ class Membership {
 // The members of a Job.
 class JobMembership final : public Membership {
  public:
-  // Of a job with one generation.
+  // Makes the membership of a job with one generation.
   explicit JobMembership(Job job) : job_(std::move(job)) {}
 
-  // Of an elastic job: shows the others that this process lives. `row_size`: how many members have a copy of the model
-  // together. `part`: which part of it this process has, or is to have.
+  // Makes that of an elastic job: shows the others that this process lives. `row_size`: how many members share a copy
+  // of the model. `part`: the part of the copy that this process has, or is to have.
   JobMembership(Job job, int row_size, int part);
 
   const Job& job() const { return job_; }  // of this generation
@@ -109,7 +109,7 @@ class JobMembership final : public Membership {
   Job job_;  // of this generation
   const int row_size_ = 1, part_ = 0;
   std::shared_ptr<void> presence_;  // the others see that this process lives
-  std::optional<Members> place_;    // that a newcomer has been given, and has not taken yet
+  std::optional<Members> place_;    // given to a newcomer, which has not taken it yet
 };
 
 }  // namespace lockstep::elastic

@@ -13,7 +13,7 @@ constexpr double kSeconds = 30;
 
 Deadline soon() { return Deadline::after(std::chrono::duration<double>(kSeconds)); }
 
-// A job of one process, and another process that comes to it. The training sees it without being asked.
+// A process comes to a job of one process. The training sees it without being asked.
 TEST(Membership, OneThatComesIsSeenAndBecomesAMember) {
   const auto store = Store::hold("127.0.0.1:0");
   Cluster cluster{.store = store.address(), .host_store = store.address(), .source = "a test"};

@@ -16,7 +16,7 @@
 namespace lockstep::elastic {
 namespace {
 
-// Its own host's launcher may be slow, and must learn whom it may not end.
+// The store of a process's own host gets longer: its launcher may be slow, and must learn whom it may not end.
 constexpr std::chrono::seconds kForAnswer(1), kForOwnAnswer(5), kBetweenSlowPolls(1);
 constexpr std::chrono::milliseconds kBetweenFastPolls(200);
 constexpr int kMostUnansweredPolls = 5;
@@ -43,7 +43,7 @@ std::string new_name() {
   return text(name_of_newcomer(rank, restart), std::hex, random(), random());
 }
 
-// Of a newcomer: one line each, but for the last.
+// A newcomer's entry: a line for each member, but for the last, which may have several.
 struct Entry {
   Process newcomer;
   std::int64_t training = 0;
@@ -64,14 +64,14 @@ std::string key_of_end_of(std::int64_t training) { return text("end of training 
 
 Deadline here_deadline() { return Deadline::after(std::chrono::seconds(5)); }
 
-// What the launchers read.
+// Prints the members for launchers.
 std::string print_places(const Members& members) {
   std::string lines = text(members.world.generation, "\n");
   for (const auto& process : members.processes) lines += print(process) + "\n";
   return lines;
 }
 
-// Entries of later generations replace those of earlier ones. `read` returns the generation of one.
+// Replaces an entry of this generation or an earlier one. `read` returns the generation of an entry.
 void replace_earlier(const Store& store, const char* key, const std::string& printed, std::int64_t generation,
                      std::chrono::seconds for_answer, const std::function<std::int64_t(const std::string&)>& read) {
   auto before = store.compare_set(key, "", printed, Deadline::after(for_answer));
@@ -80,7 +80,7 @@ void replace_earlier(const Store& store, const char* key, const std::string& pri
   }
 }
 
-// The latest that a host of the job has.
+// Returns the latest members that a host of the job has an entry of.
 std::optional<Members> latest_members(ConnectedStores& job, const World& self) {
   const auto read = [&](const std::string& store) -> std::optional<Members> {
     try {
@@ -94,7 +94,7 @@ std::optional<Members> latest_members(ConnectedStores& job, const World& self) {
   std::vector<std::string> stores;
   if (latest) {
     stores = latest->stores;
-  } else {  // its host has just come to the job
+  } else {  // this process's host has just come to the job
     const auto& here = job.here();
     std::istringstream lines(here.without_prefix().compare_set(cluster::kKnownStores, "", "", here_deadline()));
     for (std::string line; std::getline(lines, line);) stores.push_back(line);
@@ -113,7 +113,7 @@ struct Claim {
   int part;
 };
 
-// One a line.
+// Reads a claim a line.
 std::vector<Claim> claims_in(const std::string& entry) {
   std::vector<Claim> claims;
   std::istringstream words(entry);
@@ -199,7 +199,7 @@ Candidate::Candidate(std::shared_ptr<ConnectedStores> stores, const World& self,
   enter(found->stores);
 }
 
-// Where it has not done so: hosts come, and answer again.
+// Enters this process in the stores where it is not entered yet: hosts come, and answer again.
 void Candidate::enter(const std::vector<std::string>& stores) {
   for (const auto& store : stores) {
     if (entered_.contains(store)) continue;
@@ -238,7 +238,7 @@ std::optional<Members> Candidate::wait(Deadline deadline, const std::function<vo
   }
 }
 
-// Throws where nobody is left: a process that is alone would wait for nobody.
+// Throws where all members have ended: a process that is alone would wait for nobody.
 bool Candidate::training_has_ended() {
   const auto latest = latest_members(*stores_, self_);
   unanswered_ = latest ? 0 : unanswered_ + 1;
@@ -273,7 +273,7 @@ Watch::Watch(std::shared_ptr<Registry> registry, std::int64_t training, const st
       row_size_(row_size),
       thread_([this](const std::stop_token& stop) { watch(stop); }) {}
 
-// It asks now and then: a call that waits at the store made the steps of two workers on two cores 7% slower.
+// Asks now and then: a call that waits at the store made the steps of two workers on two cores 7% slower.
 void Watch::watch(const std::stop_token& stop) {
   for (std::int64_t next = 0; !stop_requested_by(Deadline::after(kBetweenFastPolls), stop);) {
     try {
@@ -293,10 +293,10 @@ void Watch::watch(const std::stop_token& stop) {
   }
 }
 
-// Again after an exception.
+// Adds the newcomer of an entry. Called with the same entry again after an exception.
 void Watch::add(const std::string& printed) {
   const auto [newcomer, training, description] = entry_in(printed);
-  // It will find that its training has ended; or it has, and this one's end is near.
+  // A newcomer to an earlier training will find its end; one to a later training has found the end of this one.
   if (training != training_ || was_answered(newcomer)) return;
   if (description != description_) {
     const auto [ours, theirs] = first_difference(description_, description);
@@ -318,7 +318,7 @@ std::vector<Process> Watch::waiting() {
     return !registry_->read_at(one.store, key_of_end(one.name)).empty();
   };
   std::erase_if(seen_, [&](const Process& one) { return was_answered(one) || has_ended(one); });
-  auto there = seen_;  // but for those whose host is silent, perhaps for a while
+  auto there = seen_;  // without those whose host is silent, perhaps for a while
   std::erase_if(there, [&](const Process& one) { return registry_->has_gone(one); });
   there = whole_rows(there, row_size_);
   any_ = !there.empty();
@@ -328,7 +328,7 @@ std::vector<Process> Watch::waiting() {
 void Watch::forget_invited() {
   try {
     waiting();
-  } catch (const Error&) {  // later then
+  } catch (const Error&) {  // they are forgotten later
   }
 }
 

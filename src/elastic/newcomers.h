@@ -16,11 +16,11 @@
 
 namespace lockstep::elastic {
 
-// Which part of a model a newcomer is to have, where `row_size` ranks have a copy of it together: the one that the
-// fewest of those newcomers have that are not taken in yet.
+// Chooses a newcomer's part of the model, where `row_size` ranks have a copy together: the part that the fewest of the
+// newcomers that are not taken in yet have.
 class ClaimedPart {
  public:
-  // Of a process on `self`'s host. Throws ClusterError where no host of the job answers.
+  // Claims a part for a process on `self`'s host. Throws ClusterError where no host of the job answers.
   ClaimedPart(ConnectedStores& stores, const World& self, int row_size);
 
   int part() const { return part_; }
@@ -38,12 +38,12 @@ class Candidate {
   Candidate(std::shared_ptr<ConnectedStores> stores, const World& self, std::int64_t training,
             const std::string& description, int part = 0);
 
-  // While it lives, the others see that this process does.
+  // Returns an object that shows the others, while it lives, that this process does.
   const std::shared_ptr<void>& presence() const { return presence_; }
 
-  // Waits until members take it in: its place among them; none where the training has ended, which another one may
-  // follow. Throws ClusterError where they refuse it, or all have ended, DeadlineExceeded, and what `poll` throws,
-  // which is called every second.
+  // Waits until members take this process in, and returns its place among them; none where the training has ended:
+  // another may follow. Calls poll() every second. Throws ClusterError where the members refuse it, or all have ended;
+  // DeadlineExceeded; and what `poll` throws.
   std::optional<Members> wait(Deadline deadline, const std::function<void()>& poll);
 
  private:
@@ -59,28 +59,28 @@ class Candidate {
   const std::string entry_;
   const std::shared_ptr<void> presence_;
   std::set<std::string> entered_;  // the stores that have the entry
-  int unanswered_ = 0;             // polls in a row in which no host did
+  int unanswered_ = 0;             // polls in a row that no host answered
 };
 
-// Tells those that come, and the launchers, who is a member now: in the store of this member's host, and from rank 0 in
-// those of hosts without members. Does not throw.
+// Tells newcomers and launchers who is a member now: in the store of this member's host, and from rank 0 also in the
+// stores of hosts without members. Does not throw.
 void publish(const Members& members, ConnectedStores& stores);
 
-// A member's view of the newcomers to a training, as its host's store has them. Those that do not fit are refused.
+// A member's view of a training's newcomers, as its host's store lists them. Refuses newcomers that do not fit.
 class Watch {
  public:
   Watch(std::shared_ptr<Registry> registry, std::int64_t training, const std::string& description, int row_size = 1);
 
-  // Whether some may wait. Any thread.
+  // Returns true where newcomers may wait. Any thread.
   bool any() const { return any_.load(std::memory_order_relaxed); }
 
-  // Those that wait, have not gone, and have not been invited, in whole rows. Any thread.
+  // Returns the newcomers that wait, have not gone and have not been invited, in whole rows. Any thread.
   std::vector<Process> waiting();
 
-  // After some were: they wait no more. Does not throw.
+  // Forgets newcomers that were invited: they wait no more. Does not throw.
   void forget_invited();
 
-  // Tells newcomers, now and later, that the training has ended, and the launchers which members it had then. Does not
+  // Tells newcomers, now and later, that the training has ended; and the launchers, which members it had then. Does not
   // throw.
   static void tell_end(ConnectedStores& stores, std::int64_t training, const Members& members);
 

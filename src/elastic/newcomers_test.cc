@@ -13,10 +13,10 @@ namespace {
 
 Deadline in(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
 
-// A job of one process, which lives.
+// A job of one process, with a store.
 class Newcomers : public testing::Test {
  protected:
-  // What the chief sees once its watch says that some wait.
+  // Returns the newcomers that the chief sees once its watch says that some wait.
   std::vector<Process> wait_for_some(Watch& watch) {
     const auto until = in(30);
     while (!watch.any() && !until.passed()) std::this_thread::yield();

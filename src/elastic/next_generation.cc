@@ -12,11 +12,11 @@ namespace lockstep::elastic {
 namespace {
 
 constexpr std::chrono::seconds kToEnter(10);
-constexpr std::chrono::milliseconds kBetweenLooks(100);  // for those that have gone
+constexpr std::chrono::milliseconds kBetweenLooks(100);  // looks for members that have gone
 constexpr int kMostUnanswered = 50;
 const std::string kLost = "lost", kLeft = "left", kOn = "on", kNone = "none", kRefused = "refused: ";
 
-// One a line.
+// Prints a newcomer a line.
 std::string print(const std::vector<Process>& newcomers) {
   std::string lines;
   for (const auto& newcomer : newcomers) lines += print(newcomer) + "\n";
@@ -30,7 +30,7 @@ std::vector<Process> parse(const std::string& printed) {
   return newcomers;
 }
 
-// The entries of a generation: of each rank of the one before whether it is on, lost or has left; and newcomers.
+// The entries that decide a generation: "on", "lost" or "left" for each rank of the one before, and the newcomers.
 class Entries {
  public:
   Entries(const Members& now, Registry& registry, Deadline deadline)
@@ -41,7 +41,7 @@ class Entries {
     for (int r = 0; r < now.world.size; ++r) keys_.push_back(text(prefix_, "rank ", r));
   }
 
-  // Where there is none; returns the one that is kept.
+  // Enters a value where there is none; returns the value that is kept.
   std::string enter(int rank, const std::string& value) {
     return registry_.enter(keys_[static_cast<std::size_t>(rank)], value, Deadline::after(kToEnter));
   }
@@ -49,7 +49,7 @@ class Entries {
     return parse(registry_.enter(prefix_ + "newcomers", print(newcomers), Deadline::after(kToEnter)));
   }
 
-  // Every rank's. Ranks without one that have gone, or that have none at the deadline, are entered as lost.
+  // Returns every rank's entry. Enters as lost the ranks without one that have gone, or when the deadline has passed.
   std::vector<std::string> complete() {
     for (int unanswered = 0;;) {
       std::vector<int> missing;
@@ -57,7 +57,7 @@ class Entries {
         return registry_.get(keys_, Deadline::after(kBetweenLooks));
       } catch (const DeadlineExceeded& late) {
         missing = late.ranks();
-        // None: they have just come, or the store does not answer.
+        // No ranks: the entries have just come, or the store does not answer.
         if (missing.empty() && registry_.passed(deadline_) && ++unanswered > kMostUnanswered) throw;
       }
       std::vector<Process> processes;
@@ -77,7 +77,7 @@ class Entries {
   std::vector<std::string> keys_;
 };
 
-// Throws on a member that is in no whole row.
+// Returns the ranks of the next generation. Throws on a member that is in no whole row.
 std::vector<int> remaining_ranks(const World& world, int row_size, const std::vector<std::string>& entries) {
   std::vector<int> on;
   for (std::size_t r = 0; r < entries.size(); ++r) {
@@ -124,7 +124,7 @@ Members next_generation(const Members& now, Registry& registry, const Change& ch
     }
   }
   Entries entries(now, registry, deadline);
-  // Before this rank's own entry: whoever finds that has these too.
+  // Newcomers are entered before this rank is: whoever finds this rank's entry has the newcomers too.
   if (!change.newcomers.empty()) entries.enter_newcomers(change.newcomers);
   const auto enter_lost = [&](bool higher_alone) {
     for (const int rank : change.lost) {
@@ -144,7 +144,7 @@ Members next_generation(const Members& now, Registry& registry, const Change& ch
     next.processes.push_back(now.processes[static_cast<std::size_t>(rank)]);
   }
   auto newcomers = entries.enter_newcomers({});
-  std::erase_if(newcomers, [&](const Process& one) {  // the others of its host have not heard yet that it was taken in
+  std::erase_if(newcomers, [&](const Process& one) {  // the others of its host do not know yet that it was taken in
     return std::any_of(now.processes.begin(), now.processes.end(),
                        [&](const Process& process) { return process.name == one.name; });
   });

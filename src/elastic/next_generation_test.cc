@@ -23,7 +23,7 @@ World world_of(int rank) {
   return {.rank = rank, .size = 4, .local_rank = rank % 2, .local_size = 2, .host = rank < 2 ? "a" : "b"};
 }
 
-// The four, with one store for all.
+// Returns the four members, with one store for all.
 Members members_of(int rank, const Store& store) {
   return first_members(world_of(rank), {"a", "a", "b", "b"}, std::vector<std::string>(4, store.address()));
 }
@@ -36,7 +36,7 @@ World regroup(int rank, const Store& store, const Change& change, double seconds
   return next_generation(members_of(rank, store), registry, change, within_seconds(seconds)).world;
 }
 
-// What each of `ranks` finds that is not left out; each knows of the losses that `lost` has for it.
+// Returns the world that each of `ranks` finds, unless it is left out. `lost`: the losses that each rank knows of.
 std::map<int, World> found_by(const Store& store, const std::vector<int>& ranks, std::map<int, std::vector<int>> lost,
                               double seconds) {
   Mutex mutex;
@@ -105,7 +105,7 @@ TEST(NextGeneration, RanksThatThereAreNotAreNamed) {
   }
 }
 
-// Of those that a DeadlineExceeded lists this rank may be one.
+// The ranks that a DeadlineExceeded lists may include the rank itself.
 TEST(NextGeneration, ARankThatComesIsNotLostByItsOwnWord) {
   EXPECT_EQ(regroup(1, Store::hold("127.0.0.1:0"), {.lost = {0, 1, 2, 3}}).size, 1);
 }

@@ -11,7 +11,7 @@
 namespace lockstep::elastic {
 namespace {
 
-// A host counts as gone when it has not answered for so many seconds, at so many looks in a row.
+// A host counts as gone when it has not answered for so many seconds, in so many calls in a row.
 constexpr double kToFallSilent = 2;
 constexpr int kFewestLooks = 3;
 constexpr std::chrono::seconds kToRead(5);
@@ -42,7 +42,7 @@ struct Registry::Accepted {
 
 struct Registry::Vote {
   bool given = false;
-  int round = 0;  // of the highest ballot that it knows
+  int round = 0;  // the round of the highest ballot that it knows
   Accepted accepted;
 };
 
@@ -52,13 +52,13 @@ Registry::Registry(std::shared_ptr<Stores> stores, const Members& members)
       here_(members.self().store),
       acceptors_(stores_of(members)) {}
 
-// All votes weigh the same, but the first decides where the others are even.
+// Returns true where the votes decide: all weigh the same, but the first decides where the others are even.
 bool Registry::decides(const std::vector<bool>& votes) const {
   const auto weight = 2 * std::count(votes.begin(), votes.end(), true) + (votes[0] ? 1 : 0);
   return 2 * weight > 2 * static_cast<std::ptrdiff_t>(votes.size()) + 1;
 }
 
-// Promises that no lower ballot will be accepted; with a value, accepts that.
+// Makes the acceptor promise to accept no lower ballot; with a value, also makes it accept that value.
 Registry::Vote Registry::change(const std::string& store, const std::string& key, const Ballot& ballot,
                                 const std::string* value) {
   for (std::string seen;;) {
@@ -84,7 +84,7 @@ struct Registry::Outcome {
   std::string silent;        // the stores that did not answer
 };
 
-// One ballot, as this process has made none before.
+// Proposes the value in a ballot with a number that this process has not used before.
 Registry::Outcome Registry::propose(const std::string& key, const std::string& value, int seen) {
   const Ballot ballot{stores_->next_round(seen), name_};
   Outcome outcome{.decided = {}, .seen = seen, .most_answer = false, .silent = {}};
@@ -119,7 +119,7 @@ Registry::Outcome Registry::propose(const std::string& key, const std::string& v
   return outcome;
 }
 
-// Members that propose at the same time may keep each other from a decision, the less often the longer they pause.
+// Pauses between ballots: members that propose at the same time may keep each other from a decision.
 std::string Registry::enter(const std::string& key, const std::string& value, Deadline deadline) {
   if (acceptors_.size() == 1) return stores_->compare_set(acceptors_[0], key, "", value);
   int seen = 0;

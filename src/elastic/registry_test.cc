@@ -32,7 +32,7 @@ class Registries : public testing::Test {
     }
   }
 
-  // A host of whose store nothing is left.
+  // Loses a host: nothing is left of its store.
   void lose(int host) {
     of_rank_[static_cast<std::size_t>(host)].reset();
     stores_[static_cast<std::size_t>(host)].reset();

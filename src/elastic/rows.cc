@@ -7,7 +7,7 @@
 namespace lockstep::elastic {
 namespace {
 
-// As many rows as can be made of `parts`, [part]: those that have it.
+// Makes as many rows as `parts` allows: parts[p] lists those that have part p.
 template <class Item>
 std::vector<Item> put_together(const std::vector<std::vector<Item>>& parts) {
   const auto fewest =

@@ -7,12 +7,12 @@
 
 namespace lockstep::elastic {
 
-// Rank r has part r % row_size of row r / row_size, and ranks with the same part have the same state. Of those ranks
-// that remain, in ascending order: the ones that make up whole rows, in the order of their next ranks. Whole rows come
-// first, in their order; then rows of ranks whose own have lost others.
+// Rank r has part r % row_size of row r / row_size; ranks with the same part have the same state. `remaining` ascends.
+// Returns the ranks that make up whole rows, in the order of their next ranks. Rows that are still whole come first, in
+// their order; then rows that are put together of ranks whose own rows are broken.
 std::vector<int> whole_rows(const std::vector<int>& remaining, int row_size);
 
-// Of newcomers: those that make up whole rows, one row after the other.
+// Returns the newcomers that make up whole rows, one row after the other.
 std::vector<Process> whole_rows(const std::vector<Process>& newcomers, int row_size);
 
 }  // namespace lockstep::elastic

@@ -19,7 +19,7 @@ TEST(Rows, RowsThatHaveLostDifferentPartsArePutTogether) {
   EXPECT_EQ(whole_rows(Ranks{1, 2, 4, 5}, 2), (Ranks{4, 5, 2, 1}));  // parts 1 and 0 of the rows 0 and 1
   EXPECT_EQ(whole_rows(Ranks{1, 3, 4, 5}, 2), (Ranks{4, 5}));        // both have lost part 0
   EXPECT_EQ(whole_rows(Ranks{0, 4, 8}, 3), Ranks({0, 4, 8}));        // three rows of one rank each
-  EXPECT_EQ(whole_rows(Ranks{0, 1, 3, 4, 8}, 3), Ranks({0, 1, 8}));  // of two with the same parts one goes on
+  EXPECT_EQ(whole_rows(Ranks{0, 1, 3, 4, 8}, 3), Ranks({0, 1, 8}));  // two have the same parts: one goes on
 }
 
 TEST(Rows, NewcomersComeInWholeRows) {

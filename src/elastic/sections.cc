@@ -102,7 +102,7 @@ bool Sections::goes_on_behind(const std::exception& error) {
   return true;
 }
 
-// Where the exception that is handled is a member's loss: who is known to be lost.
+// Returns the members that are known to be lost, where the exception that is handled is a member's loss.
 std::vector<int> Sections::lost_or_rethrow(const std::exception& error) {
   auto lost = lost_in(error, member_.generation());
   if (!lost) throw;
@@ -110,7 +110,7 @@ std::vector<int> Sections::lost_or_rethrow(const std::exception& error) {
   return *lost;
 }
 
-// Whether the section is completed by that. Again until no other loss disturbs it.
+// Regroups until no other loss disturbs it. Returns true where the section is completed by that.
 bool Sections::recover(Change change, const std::function<void(const Numbers&)>& finish) {
   const int size_before = member_.size();
   const auto completed = completed_.count;
@@ -125,7 +125,7 @@ bool Sections::recover(Change change, const std::function<void(const Numbers&)>&
   }
 }
 
-// In the new generation: brings all to the same section.
+// Brings all to the same section, in the new generation.
 void Sections::catch_up(int size_before, const std::function<void(const Numbers&)>& finish) {
   const auto updates = member_.updates();
   const Report mine{.completed = is_newcomer_ ? 0 : completed_.count,
@@ -161,8 +161,8 @@ void Sections::catch_up(int size_before, const std::function<void(const Numbers&
   member_.on_regrouped(size_before, updated);
 }
 
-// Those in this section that lack its update get it from one that has it. Those behind have all updates of theirs: the
-// others could complete it.
+// Gives the section's update to members in the section that lack it, from one that has it. Members that have not
+// completed the section before have all its updates: else the others could not have completed it.
 void Sections::share_update(const std::vector<Report>& reports, std::int64_t section) {
   const auto is_there = [&](const Report& report) { return !report.is_newcomer && report.completed == section; };
   const auto with = std::max_element(reports.begin(), reports.end(), [&](const auto& a, const auto& b) {
@@ -175,7 +175,7 @@ void Sections::share_update(const std::vector<Report>& reports, std::int64_t sec
   if (lacks(reports[static_cast<std::size_t>(member_.rank())])) member_.take_update(printed);
 }
 
-// The first whose ranks all have it. Where there is none it throws, on all alike.
+// Returns the first row whose ranks all have the state. Where there is none it throws, on all alike.
 int Sections::first_row_with_state(const std::vector<Report>& reports) const {
   const auto row_size = static_cast<std::size_t>(member_.row_size());
   for (std::size_t first = 0; first < reports.size(); first += row_size) {
@@ -187,8 +187,8 @@ int Sections::first_row_with_state(const std::vector<Report>& reports) const {
   throw ClusterError("no row of the mesh is left whose ranks all have the state of the training");
 }
 
-// Newcomers get all from a member that had completed most: it is past everything that it does behind that section; and
-// what concerns their part of a model from one that has it.
+// Gives newcomers the state. All but their part of the model comes from a member that had completed most sections, and
+// has done all that follows these. Their part comes from a member that has this part.
 void Sections::share_all(const std::vector<Report>& reports) {
   const auto is_newcomer = [](const Report& report) { return report.is_newcomer; };
   if (std::none_of(reports.begin(), reports.end(), is_newcomer)) return;

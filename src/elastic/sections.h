@@ -11,93 +11,93 @@
 
 namespace lockstep::elastic {
 
-// A member of the job, and what it trains. Collective calls throw PeerLost, DeadlineExceeded with ranks, or Aborted
-// where another member is lost.
+// A member of the job, and the training that it is in. Collective calls throw PeerLost, DeadlineExceeded with ranks, or
+// Aborted where another member is lost.
 class Member {
  public:
   virtual ~Member() = default;
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual std::int64_t generation() const = 0;  // of which it is a member
+  virtual std::int64_t generation() const = 0;  // that it belongs to
   virtual std::vector<std::string> all_gather(const std::string& mine) = 0;
   virtual std::string broadcast(const std::string& bytes, int root) = 0;
 
-  // Where several members have a copy of the model together (rows.h): how many, and what the members of row `row` give
-  // to those that have the same part.
+  // Where several members share a copy of the model (rows.h): `row_size` is how many. `broadcast_part` gives the bytes
+  // of each member of row `row` to the members with the same part.
   virtual int row_size() const { return 1; }
   virtual std::string broadcast_part(const std::string& bytes, int row) { return broadcast(bytes, row); }
 
   // Makes the next generation. Throws as next_generation, and as a collective call where another member is lost
-  // meanwhile; then this one may be of the next generation already.
+  // meanwhile: this member may be of the next generation already then.
   virtual void regroup(const Change& change) = 0;
 
-  // Of the training that it is in.
+  // Counts of the training that the member is in.
   virtual std::int64_t steps() const = 0;    // begun
   virtual std::int64_t updates() const = 0;  // applied
   virtual void set_steps(std::int64_t steps) = 0;
 
-  // What an update changes, and taking it from a member that has one more.
+  // Print what an update changes, and take it from a member that has made one more update.
   virtual std::string print_update() = 0;
   virtual void take_update(const std::string& printed) = 0;
 
-  // All that a newcomer needs to go on as this member, between sections; and what it needs of one with the same part of
-  // a model.
+  // Print the state with which a newcomer goes on as this member, between sections. print_part: the state of this
+  // member's part of a model, for a newcomer with the same part.
   virtual std::string print_all() = 0;
   virtual std::string print_part() { return {}; }
   virtual void take_all(const std::string& printed, const std::string& printed_part) = 0;
 
-  // Another member is lost; the error says which, and how. What this throws ends the call.
+  // Called where another member is lost; the error says which, and how. An exception of this function ends the call.
   virtual void on_loss(const std::exception& error) = 0;
 
-  // All have regrouped, and are at the same section. `updated`: that is not completed, but has its update.
+  // Called when all have regrouped, and are at the same section. `updated`: it has its update, but is not completed.
   virtual void on_regrouped(int size_before, bool updated) = 0;
 };
 
-// A training is a sequence of sections that all members complete together: a step, an evaluation, an agreement. When
-// one is lost, some of the others may have completed the section in which that happened, and some not; and of those in
-// a step, some may have made its update. After they have regrouped, what one of them has completed the others take from
-// it, and what none has is done again. Since gradients are applied only when all sums are there, no step has to be
-// taken back. A newcomer gets the state of one that is at the same section.
+// A training is a sequence of sections that all members complete together: a step, an evaluation, an agreement. When a
+// member is lost in a section, others may have completed the section or not; in a step, some may have made its update.
+// The others regroup. Then members take from each other what one has completed, and repeat what none has. No step has
+// to be taken back, since gradients are applied only when all sums are there. A newcomer gets the state of a member at
+// its section.
 //
 // One thread.
 class Sections {
  public:
   using Numbers = std::vector<double>;
 
-  // Those that a process has completed, of all its trainings: one member may be in the last section of a training when
-  // another one is in the first of the next.
+  // The sections that a process has completed, in all its trainings: members may be one section apart, also where a
+  // training ends and the next begins.
   struct Completed {
     std::int64_t count = 0;
-    Numbers last;                 // of the last one
-    std::int64_t generation = 0;  // in which these were agreed on
-    bool is_in_one = false;       // its act() runs
+    Numbers last;                 // those of the last section
+    std::int64_t generation = 0;  // in which these numbers were agreed on
+    bool is_in_one = false;       // the act() of a section runs
   };
 
   Sections(Member& member, Completed& completed) : member_(member), completed_(completed) {}
 
-  // A section: act() is collective and returns numbers that are equal on all members; finish(numbers) is not
-  // collective, and completes the section. Where act() fails since a member was lost, it is called again on those that
-  // remain; or only `finish`, with the numbers of one that has completed the section.
+  // Makes a section: act() is collective and returns numbers that are equal on all members; finish(numbers) is not
+  // collective, and completes the section. Where a member is lost in act(), the members that remain call it again; or
+  // only `finish`, with the numbers of a member that has completed the section.
   void run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish);
 
-  // Whether the section's update of the model has been made, here or on another member, from which this one has got the
-  // state then. Set by act(); false when a section begins, but for a newcomer's first one, which others may have begun.
+  // True once the section's update of the model is made: here, or on another member whose state this one then got. Set
+  // by act(). False when a section begins, but for a newcomer's first one, which others may have begun.
   bool updated = false;
 
-  // Changes the membership behind a section, in which all members agreed on it; a member that leaves has left then.
-  // False, and nothing is done, where they have regrouped since that agreement: they will agree on it again.
+  // Changes the membership after a section in which all members agreed on it; then a member that leaves has left.
+  // Returns false, and does nothing, where members have regrouped since they agreed: they will agree on it again.
   bool change(const Change& change);
 
-  // A newcomer's first call: gets the state from the others, with which enter() makes a group.
+  // Gets the state from the others, in a group that enter() makes. This is a newcomer's first call.
   void join(const std::function<void()>& enter);
 
-  // After an exception outside of a section, in what is not done again: where it is the loss of a member, goes on
-  // behind it. Else false.
+  // Call it after an exception outside of sections, in work that is not repeated. Where the exception is the loss of a
+  // member, the training goes on after that work, and it returns true; else false.
   bool goes_on_behind(const std::exception& error);
 
  private:
-  struct Report;  // of a member, on where it is
+  struct Report;  // a member's, on where it is
   Numbers call(const std::function<Numbers()>& act);
   void begin();
   std::vector<int> lost_or_rethrow(const std::exception& error);
@@ -109,9 +109,9 @@ class Sections {
 
   Member& member_;
   Completed& completed_;
-  bool is_newcomer_ = false;       // without the state
-  bool has_joined_ = false;        // and has begun no section
-  std::int64_t steps_before_ = 0;  // the section
+  bool is_newcomer_ = false;       // it has no state yet
+  bool has_joined_ = false;        // a newcomer that has begun no section since
+  std::int64_t steps_before_ = 0;  // before the section
   std::int64_t updates_before_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// The members of a job, in a simulation: whoever is killed, stopped or comes, whatever hosts are lost or cut off from
-// each other, and whenever, the members have one history of steps, in which every example is used once.
+// Simulates the members of a job. Members are killed, stopped and come; hosts are lost or cut off from each other. At
+// any moment that this happens, the members have one history of steps, in which every example is used once.
 #include "elastic/sections.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ using simulated::Job, simulated::SimulatedStores;
 constexpr int kTrainings = 2, kEpochs = 2, kSteps = 2, kBuckets = 2, kExamples = 24;
 constexpr double kToRegroup = 10, kToComplete = 8, kToMissAHost = 3;  // seconds of virtual time
 
-// What a worker trains: which examples each step has used.
+// A worker, whose training records the examples that each step has used.
 class Worker final : public Member {
  public:
   Worker(Job& job, const Members& members, int part)
@@ -49,7 +49,7 @@ class Worker final : public Member {
     return operate(text("broadcast of parts from row ", row), bytes).arrived.at(row * row_size() + part_);
   }
 
-  // Of the members' sets of examples.
+  // Returns the union of the members' sets of examples.
   std::uint32_t unite(const std::string& kind, std::uint32_t mine) {
     std::uint32_t all = 0;
     for (const auto& theirs : operate(kind, std::to_string(mine)).arrived) {
@@ -69,7 +69,7 @@ class Worker final : public Member {
     if (!change.leaves) make_group();
   }
 
-  // The group that it had before is gone then.
+  // Makes the group of this generation; the worker's earlier group is gone then.
   void make_group() {
     operations_ = 0;
     job_.expect(size() % row_size() == 0 && rank() % row_size() == part_, "a row is not whole");
@@ -78,7 +78,7 @@ class Worker final : public Member {
     job_.time.notify();
   }
 
-  // Waits for that; false where the training ended before.
+  // Waits until the newcomer is invited; false where the training ended before.
   bool is_invited(const Process& newcomer) {
     for (const double until = job_.time.now() + kToRegroup; job_.time.now() < until;) {
       const auto found = stores_->get(newcomer.store, {key_of_invitation(newcomer.name)}, Deadline::never())[0];
@@ -93,7 +93,7 @@ class Worker final : public Member {
   void set_steps(std::int64_t steps) override { steps_ = steps; }
   std::string print_update() override { return join_lines(history); }
   void take_update(const std::string& printed) override {
-    // One that has another part of the model cannot give it.
+    // A member that has another part of the model cannot give the update.
     job_.expect(row_size() == 1 || prepared_ == steps_, "an update is taken that was not prepared here");
     history = lines(printed);
   }
@@ -109,7 +109,7 @@ class Worker final : public Member {
   void on_loss(const std::exception&) override {}
   void on_regrouped(int, bool) override {}
 
-  // Trainings one after the other, each with another model.
+  // Runs trainings one after the other, each with another model.
   void train_all(Sections& first, const std::function<bool()>& leaves) {
     if (!train(first, leaves)) return;
     while (++training < kTrainings) {
@@ -128,7 +128,7 @@ class Worker final : public Member {
   Sections::Completed completed;
 
  private:
-  // As fit's. False where this worker has left.
+  // Trains as fit does. Returns false where this worker has left.
   bool train(Sections& sections, const std::function<bool()>& leaves) {
     for (; epoch < kEpochs; ++epoch, step = 0) {
       if (training == kTrainings - 1 && epoch == kEpochs - 1) job_.near_end = std::min(job_.near_end, job_.time.now());
@@ -184,8 +184,8 @@ class Worker final : public Member {
     job_.expect(steps_ == updates(), "a step is counted twice or not at all");
   }
 
-  // Each rank contributes; when all have, each gets the result, unless a rank is lost meanwhile: then some get it, and
-  // some do not.
+  // Makes a collective operation: each rank contributes, and when all have, each gets the result. Where a rank is lost
+  // meanwhile, some get the result, and some do not.
   Job::Operation operate(const std::string& kind, const std::string& mine, double longest = kToComplete) {
     auto& time = job_.time;
     const auto number = operations_++;
@@ -206,7 +206,7 @@ class Worker final : public Member {
       if (kind == "group") throw_if_gone();
       if (const auto lost = lost_rank(group)) throw PeerLost(*lost, group, "its process ended");
       const auto late = missing(operation, group);
-      if (late.empty()) break;  // they came while this one looked whether somebody has gone
+      if (late.empty()) break;  // they came while this one looked for losses
       if (time.now() >= until) throw DeadlineExceeded(kind, std::chrono::duration<double>(longest), late);
       time.wait([&] { return complete() || lost_rank(group); }, std::min(until, time.now() + 0.05));
     }
@@ -216,7 +216,7 @@ class Worker final : public Member {
     return operation;
   }
 
-  // While a group is made, the others are known by their names alone.
+  // Throws where a member has gone. While a group is made, the others are known by their names alone.
   void throw_if_gone() {
     Registry registry(stores_, members_);
     if (const auto rank = first_gone(members_, registry)) {
@@ -224,7 +224,7 @@ class Worker final : public Member {
     }
   }
 
-  // One of the group whose end is noticed: it has ended, or has a group of a later generation, or its host is cut off.
+  // Returns a rank of the group whose loss is noticed: it has ended, has a later group, or its host is cut off.
   std::optional<int> lost_rank(std::int64_t group) const {
     for (int rank = 0; rank < size(); ++rank) {
       const auto found = job_.process_of.find({group, rank});
@@ -268,12 +268,12 @@ class Worker final : public Member {
   const int part_;
   const std::shared_ptr<SimulatedStores> stores_;
   Members members_;
-  std::int64_t steps_ = 0, before_ = 0;  // of this training; updates of those before it
+  std::int64_t steps_ = 0, before_ = 0;  // of this training; updates of earlier trainings
   std::int64_t prepared_ = -1;           // the step whose update this worker can make
   int operations_ = 0;                   // of this generation
 };
 
-// What it found; empty where all was right.
+// Runs a simulation; returns the problem that it found, or an empty text.
 [[maybe_unused]] std::string simulate(unsigned seed) {
   Job job(seed);
   auto& time = job.time;
@@ -304,12 +304,12 @@ class Worker final : public Member {
   const auto process = [&](const std::function<void()>& body) {
     try {
       body();
-    } catch (const ClusterError&) {  // the others took it for lost, or were all lost before it got the state
+    } catch (const ClusterError&) {  // the others took it for lost, or were all lost too early
     } catch (const std::exception& error) {
       job.expect(false, text("an error: ", error.what()));
     }
   };
-  // Which hosts have members changes with these, and so which of them decide.
+  // Changes of the members change which hosts have members, and so which of them decide.
   bool members_change = newcomers > 0;
   for (int rank = 0; rank < members; ++rank) {
     const double leaves = row_of(rank) != row_of(safe) && time.chance(0.1) ? time.random(0, duration) : INFINITY;
@@ -334,7 +334,7 @@ class Worker final : public Member {
         const double came = time.now();
         if (!worker.is_invited(self))
           return job.expect(
-              came > job.near_end || job.has_long_waits || job.row_size > 1,  // others of its row may lack
+              came > job.near_end || job.has_long_waits || job.row_size > 1,  // the others of its row may lack
               "a newcomer was not taken in");
         sections.join([&] { worker.make_group(); });
         worker.train_all(sections, [] { return false; });
@@ -357,7 +357,7 @@ class Worker final : public Member {
   }
   if (!time.run(1000)) job.expect(false, "somebody waits for ever");
   const bool may_be_in_the_minority = is_divided && (members_change || !job.is_majority(stores));
-  // One of a row may have ended when another one finds that a third was lost in the last section: then the row ends.
+  // A member of a row may have ended when another one finds that a third was lost in the last section: the row ends.
   const bool has_trained = std::any_of(job.trained.begin(), job.trained.end(),
                                        [&](int one) { return one < members && row_of(one) == row_of(safe); });
   job.expect(has_trained || job.broken_links > 0 || may_be_in_the_minority,

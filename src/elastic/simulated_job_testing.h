@@ -34,33 +34,33 @@ struct Job {
   int row_size = 1;                                              // processes that have a copy of the model together
   std::vector<std::map<std::string, std::string>> entries;       // [host]
   std::vector<int> host_of;                                      // [process]
-  std::set<int> cut_off;                                         // hosts, from the others
+  std::set<int> cut_off;                                         // hosts that are cut off from the others
   double cut_from = INFINITY, cut_until = INFINITY;              // in this time
   std::map<int, std::string> name_of;                            // [process]
   std::map<std::pair<std::int64_t, int>, int> process_of;        // [generation, rank]
   std::map<int, std::int64_t> generation_of;                     // [process] whose group it has
   std::map<std::pair<std::int64_t, int>, Operation> operations;  // [generation, number]
-  std::vector<Process> newcomers;                                // that have come
+  std::vector<Process> newcomers;                                // those that have come
   double near_end = INFINITY;                                    // when the first member began the last epoch
   double broken_links = 0;                                       // the probability in an operation
   std::string problem;                                           // the first that was found
-  std::vector<std::vector<std::string>> histories;               // of those that trained to the end
-  std::set<int> trained;                                         // processes that did
+  std::vector<std::vector<std::string>> histories;               // those of processes that trained to the end
+  std::set<int> trained;                                         // processes that trained to the end
   double ended = 0;
-  bool has_long_waits = false;  // that are to be expected
+  bool has_long_waits = false;  // long waits are to be expected
 
   static std::string store_of(int host) { return text("host-", host); }
   static Process process_at(const std::string& name, int host) { return {name, store_of(host), store_of(host)}; }
   int host() const { return host_of[static_cast<std::size_t>(time.self())]; }
   std::map<std::string, std::string>& entries_of(int host) { return entries[static_cast<std::size_t>(host)]; }
 
-  // For how long two hosts have not reached each other; negative where they do.
+  // Returns for how long two hosts have not reached each other; negative where they do.
   double cut_since(int one, int other) const {
     const bool apart = cut_off.contains(one) != cut_off.contains(other);
     return apart && time.now() < cut_until ? time.now() - cut_from : -1;
   }
 
-  // Whether the hosts that are not cut off are most of those with members: rank 0's counts for a little more than one.
+  // Returns true where most hosts with members are not cut off: rank 0's host counts for a little more than one.
   bool is_majority(const std::vector<std::string>& stores) const {
     double here = 0, all = 0;
     for (const auto& store : std::set(stores.begin(), stores.end())) {
@@ -80,7 +80,7 @@ struct Job {
     return whole_rows(all, row_size);
   }
 
-  // What a process leaves behind in its host's store when it has ended.
+  // Writes the entry that a process leaves in its host's store when it has ended.
   void tell_ends() {
     for (const auto& [process, name] : name_of) {
       if (!time.is_alive(process))

@@ -29,7 +29,7 @@ class Simulation {
 
   explicit Simulation(unsigned seed) : random_(seed) {}
 
-  // Those that have not ended are killed.
+  // Kills the processes that have not ended.
   ~Simulation() {
     for (auto& process : processes_) {
       process->died_at = std::min(process->died_at, now_);
@@ -39,7 +39,7 @@ class Simulation {
   Simulation(const Simulation&) = delete;
   Simulation& operator=(const Simulation&) = delete;
 
-  // A process that begins at that time. Its number.
+  // Makes a process that begins at that time; returns its number.
   int start(double time, std::function<void()> body) {
     auto process = std::make_unique<Process>();
     process->body = std::move(body);
@@ -52,10 +52,10 @@ class Simulation {
 
   void kill_at(double time, int process) { processes_[at(process)]->died_at = time; }
 
-  // It does not run from that time on, for `seconds`.
+  // Stops a process at that time, for `seconds`.
   void stop_at(double time, double seconds, int process) { processes_[at(process)]->stops.push_back({time, seconds}); }
 
-  // Until all processes have ended. False where some wait when nothing happens any more, or longer than `longest`.
+  // Runs until all processes have ended. False where some wait for nothing that is to come, or longer than `longest`.
   bool run(double longest) {
     while (!events_.empty() && now_ < longest) {
       std::pop_heap(events_.begin(), events_.end(), std::greater<>());
@@ -75,7 +75,7 @@ class Simulation {
     return std::all_of(processes_.begin(), processes_.end(), [](const auto& process) { return process->ended; });
   }
 
-  // --- of the process that runs
+  // --- calls of the process that runs
 
   double now() const { return now_; }
   int self() const { return running_number_; }
@@ -86,7 +86,7 @@ class Simulation {
   }
   void pass_some_time() { sleep(random(0.0001, 0.002)); }
 
-  // Waits until holds(), which is looked at some time after each `notify`; false where it does not at the time `until`.
+  // Waits until holds(), which is called some time after each `notify`; false where it does not hold at `until`.
   template <class Holds>
   bool wait(const Holds& holds, double until) {
     auto& process = *processes_[at(self())];
@@ -118,7 +118,7 @@ class Simulation {
  private:
   static constexpr std::size_t kStack = 128 * 1024;
 
-  // Kept for the next simulation: the system takes longer to give a new one.
+  // A process's stack, kept for the next simulation: the system takes longer to give a new one.
   class Stack {
    public:
     Stack() {
@@ -144,14 +144,14 @@ class Simulation {
     Simulation* simulation = nullptr;
     Stack stack;
     ucontext_t context = {}, caller = {};
-    std::array<std::byte, 16> exceptions = {};  // those that it is handling, as the runtime library keeps them
+    std::array<std::byte, 16> exceptions = {};  // that it is handling, as the runtime library keeps them
     bool begun = false, ended = false, waits = false;
-    std::function<bool()> holds;  // what it waits for
-    double until = 0;             // and how long
+    std::function<bool()> holds;  // the condition that it waits for
+    double until = 0;             // the end of the wait
     double died_at = std::numeric_limits<double>::infinity();
     std::vector<std::pair<double, double>> stops;  // from a time on, seconds
     long turns = 0;                                // how often it ran
-    void* sanitizers = nullptr;                    // what AddressSanitizer keeps of it, and of what resumed it
+    void* sanitizers = nullptr;                    // AddressSanitizer's record of it, and of its resumer
     const void* outer_stack = nullptr;
     std::size_t outer_size = 0;
   };

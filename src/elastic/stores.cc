@@ -21,7 +21,7 @@ constexpr std::chrono::seconds kForEtcdToAnswer(30);  // where it has to elect a
 
 ConnectedStores::ConnectedStores(Store here) : here_(std::move(here)) {}
 
-// A host that is gone costs the time to connect once in a while, and not at each question.
+// Connects to the store. A host that is gone costs the time to connect once in a while, and not at each call.
 Store ConnectedStores::at(const std::string& address) {
   if (address == here_.address()) return here_;
   {
@@ -95,7 +95,7 @@ void ConnectedStores::for_each(std::size_t count, const std::function<void(std::
   for (std::size_t i = 1; i < count; ++i) {
     try {
       threads.emplace_back(ask, i);
-    } catch (const std::system_error&) {  // there are too many
+    } catch (const std::system_error&) {  // there are too many threads
       ask(i);
     }
   }

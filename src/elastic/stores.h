@@ -19,15 +19,15 @@ class Stores {
  public:
   virtual ~Stores() = default;
 
-  // As Store::compare_set. Throws Error where that store does not answer soon.
+  // Does what Store::compare_set does. Throws Error where that store does not answer soon.
   virtual std::string compare_set(const std::string& store, const std::string& key, const std::string& expected,
                                   const std::string& desired) = 0;
 
-  // What is there of the keys, once all are or the deadline has passed. Throws Error where that store does not answer.
+  // Returns the values that are there, once all are or the deadline has passed. Throws Error where no answer comes.
   virtual std::vector<std::optional<std::string>> get(const std::string& store, const std::vector<std::string>& keys,
                                                       Deadline deadline) = 0;
 
-  // The clock by which `get` waits, in seconds from some time on; and whether a deadline has passed on it.
+  // Returns the clock by which `get` waits, in seconds; and whether a deadline has passed on this clock.
   virtual double now() const = 0;
   virtual bool passed(Deadline deadline) const = 0;
 
@@ -40,7 +40,7 @@ class Stores {
   // Waits for a random time.
   virtual void pause(double longest_seconds) = 0;
 
-  // A number that this process has not got before, above `seen`.
+  // Returns a number above `seen` that this process has not got before.
   int next_round(int seen) {
     MutexLock lock(rounds_mutex_);
     return rounds_ = std::max(rounds_, seen) + 1;
@@ -51,10 +51,10 @@ class Stores {
   int rounds_ LOCKSTEP_GUARDED_BY(rounds_mutex_) = 0;
 };
 
-// Over TCP, or one in etcd, which is that of each host. Any thread.
+// Stores over TCP, or the one in etcd, which is every host's. Any thread.
 class ConnectedStores final : public Stores {
  public:
-  // Of this process's host.
+  // `here`: the store of this process's host.
   explicit ConnectedStores(Store here);
 
   std::string compare_set(const std::string& store, const std::string& key, const std::string& expected,
@@ -68,7 +68,7 @@ class ConnectedStores final : public Stores {
 
   const Store& here() const { return here_; }
 
-  // Throws Error where it does not answer soon.
+  // Returns the store at the address. Throws Error where it does not answer soon.
   Store at(const std::string& address);
 
  private:

@@ -1,4 +1,4 @@
-// Which ElasticOptions make sense.
+// The check of ElasticOptions.
 #pragma once
 
 #include <string>

@@ -19,7 +19,7 @@ using parameter_server::Assignment;
 using parameter_server::Report;
 using parameter_server::Role;
 
-// Tensors in their order, as the bytes of an archive.
+// Prints tensors in their order, as the bytes of an archive.
 std::string print(const std::vector<Tensor>& tensors) {
   Archive archive;
   archive.entries["tensors"] = std::to_string(tensors.size());
@@ -51,7 +51,7 @@ struct ClusterCoordinator::State {
 
   double timeout_seconds() const { return strategy->settings().timeout_seconds; }
 
-  // The chief's. Throws InvalidArgument elsewhere.
+  // Returns the chief's queue. Throws InvalidArgument in other processes.
   const std::shared_ptr<parameter_server::StepQueue>& queue() const {
     if (servers.is_chief()) return servers.coordinator().steps();
     throw InvalidArgument("ClusterCoordinator: only the chief schedules steps and waits for them");

@@ -12,10 +12,10 @@ namespace {
 
 constexpr int kMostLogicalCpus = 1024;
 
-// 0 where LibTorch's part for CUDA is not linked, or there is no driver.
+// Returns 0 where LibTorch's part for CUDA is not linked, or there is no driver.
 int gpu_count() { return static_cast<int>(at::detail::getCUDAHooks().deviceCount()); }
 
-// The number after the colon, or -1.
+// Returns the number after the colon, or -1.
 int index_of(const std::string& name, std::size_t colon) {
   int index = -1;
   const char* begin = name.data() + colon + 1;

@@ -13,16 +13,16 @@ namespace lockstep::strategy {
 // Throws InvalidArgument for a name of another form, and for a device that this machine or build does not have.
 void check_device(const std::string& name);
 
-// `count` names: "cpu:0", "cpu:1", ...
+// Returns `count` names: "cpu:0", "cpu:1", ...
 std::vector<std::string> logical_cpus(int count);
 
-// One replica a GPU that LibTorch can use, else one a core that this process may use.
+// Returns one replica's device each: all GPUs that LibTorch can use, else a logical CPU for each core of this process.
 std::vector<std::string> default_devices(cluster::CpuPartition partition = {});
 
-// The first GPU, else the CPU with all its cores.
+// Returns the first GPU, else the CPU with all its cores.
 std::string default_device();
 
-// LibTorch's device for a replica's tensors: all logical CPUs are its one CPU.
+// Returns LibTorch's device for a replica's tensors: all logical CPUs are its one CPU.
 c10::Device torch_device(const std::string& name);
 
 }  // namespace lockstep::strategy

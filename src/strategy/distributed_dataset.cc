@@ -32,7 +32,7 @@ struct Share {
   int worker = 0, workers = 1;
 };
 
-// A part for each device: row_for(begin, count) is its share of `size` examples.
+// Makes a part for each device: row_for(begin, count) is the device's share of `size` examples.
 template <class RowFor>
 PerReplica<Part> shares(std::int64_t size, const Share& share, const RowFor& row_for) {
   const auto count = static_cast<std::int64_t>(share.devices.size());
@@ -87,7 +87,7 @@ std::uint64_t hash_of(const Row& element) {
   return mix(hash, of_example(Example{row(element.table->x), row(element.table->y), row(element.table->weight)}));
 }
 
-// How many elements an index of positions stands for.
+// Returns the number of elements in `steps` steps of a position.
 std::int64_t elements_in(std::int64_t steps, Distribution kind, const LocalReplicas& replicas) {
   switch (kind) {
     case Distribution::split:
@@ -198,7 +198,7 @@ std::optional<PerReplica<Part>> DistributedIterator::one_a_worker() {
   return rank < step_.size() ? split(*step_[rank], {replicas_.devices, 0, 1}) : parts_without_examples();
 }
 
-// The element is a global batch of which this worker uses all parts itself, one in each step.
+// Returns a part of a global batch, of which this worker uses all parts itself, one in each step.
 std::optional<PerReplica<Part>> DistributedIterator::share_of_element() {
   const auto turn = static_cast<int>(position_.index % replicas_.workers.size());
   if (turn == 0 && !read()) return std::nullopt;
@@ -251,7 +251,7 @@ PerReplica<Part> DistributedIterator::parts_without_examples() const {
   return PerReplica<Part>(std::move(none));
 }
 
-// An element of the same shape and dtypes with no examples.
+// Returns an element of the same shape and dtypes with no examples.
 Row DistributedIterator::without_examples() const {
   const auto any = current_ ? std::optional(current_->materialize()) : dataset_.iterate({position_.epoch}).next();
   if (!any) throw InvalidArgument("a worker's part of the data set is empty; AutoShardPolicy::data gives each some");
@@ -277,7 +277,7 @@ std::int64_t DistributedDataset::cardinality() const {
 
 namespace {
 
-// What this worker reads, and how.
+// Returns the data set that this worker reads, and how its elements are divided.
 std::pair<Dataset, Distribution> part_of_worker(const Dataset& data, const LocalReplicas& replicas) {
   const auto& workers = replicas.workers;
   auto policy = data.options().auto_shard_policy;

@@ -22,7 +22,7 @@ namespace {
 
 using Used = EmbeddingModule::Used;
 
-// The different ids of a tensor, ordered by their servers, and which of them each element is.
+// The different ids of a tensor, ordered by their servers, and the number of each element's id among them.
 struct DifferentIds {
   DifferentIds(const Tensor& given, int servers) : places(at::empty({given.numel()}, given.options())) {
     const std::span all(given.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(given.numel()));

@@ -1,4 +1,4 @@
-// The module behind a ShardedEmbedding, and those that a model has.
+// The module of a ShardedEmbedding, and the embeddings and tables of a model.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -15,19 +15,19 @@
 
 namespace lockstep::strategy {
 
-// Used by its replica's thread, but between steps.
+// Its replica's thread uses it in steps; another thread may between them.
 class EmbeddingModule : public torch::nn::Module {
  public:
   EmbeddingModule(std::int64_t rows, std::int64_t width, const ShardedEmbeddingOptions& options);
 
-  // Without name, and with the seed 0 where the options have none.
+  // Returns the table's spec, without a name, and with the seed 0 where the options have none.
   const parameter_server::TableSpec& table() const { return table_; }
   const ShardedEmbeddingOptions& options() const { return options_; }
 
   Tensor forward(const Tensor& ids);
 
-  // Where the rows are: table `number` of the client's. A null client: nowhere any more. `seconds`: how long a call to
-  // the servers may take. Throws InvalidArgument where the module has another client.
+  // Says where the rows are: in table `number` of the client. A null client: nowhere any more. `seconds`: how long a
+  // call to the servers may take. Throws InvalidArgument where the module has another client.
   void bind(std::shared_ptr<parameter_server::Client> client, std::size_t number, double seconds);
   void unbind(const parameter_server::Client& client);
 
@@ -39,11 +39,11 @@ class EmbeddingModule : public torch::nn::Module {
     Memory memory;
     std::span<std::int64_t> ids;  // ordered by server_of_row
     std::byte *values = nullptr, *gradients = nullptr;
-    std::vector<bool> has_gradient;  // of each row: false until backward has first written it
+    std::vector<bool> has_gradient;  // [row]: false until backward first wrote it
 
     parameter_server::Rows gradient_rows() const { return {ids, gradients}; }
   };
-  // Those that took part in a backward since the last `clear`.
+  // The rows that took part in a backward since the last `clear`.
   using AllUsed = std::vector<std::shared_ptr<Used>>;
   const AllUsed& used() const { return *used_; }
   void clear() { used_->clear(); }
@@ -55,13 +55,13 @@ class EmbeddingModule : public torch::nn::Module {
   std::size_t number_ = 0;
   double seconds_ = 0;
   const std::shared_ptr<AllUsed> used_ = std::make_shared<AllUsed>();
-  AllUsed abandoned_;  // of calls that failed: a server may still write there
+  AllUsed abandoned_;  // rows of calls that failed: a server may still write there
 };
 
-// A replica's embeddings, each once, in the module's order.
+// Returns a replica's embeddings, each once, in the module's order.
 std::vector<std::shared_ptr<EmbeddingModule>> embeddings_of(const ReplicatedParameters& parameters, int replica);
 
-// Their tables, under the modules' names. Draws a seed of the program's sequence where one has none of its own.
+// Returns the embeddings' tables, by the modules' names. A table without a seed gets one from the program's sequence.
 std::vector<parameter_server::TableSpec> tables_of(const ReplicatedParameters& parameters);
 
 }  // namespace lockstep::strategy

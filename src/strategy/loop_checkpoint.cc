@@ -17,7 +17,7 @@ parameter_server::ServerCluster& servers_of_chief(const StrategyImpl& strategy) 
       "where the strategy's is_chief() is true");
 }
 
-// So that the module's trackable has them too.
+// Brings the servers' values here, so that the module's trackable has them too.
 void pull(const StrategyImpl& strategy, GradientPath& gradients, const parameter_server::SavedSteps& steps) {
   gradients.remote()->fetch(strategy.deadline());
   gradients.updater().set_iterations(steps.updates);
@@ -42,7 +42,7 @@ void load(const StrategyImpl& strategy, GradientPath& gradients, const std::stri
   const auto file = checkpoint::absolute_path(checkpoint_file(path)).string();
   const auto main = read_archive(file);
   const auto steps = parameter_server::saved_steps_of(main);
-  coordinator.steps()->end_of_finished();  // checks
+  coordinator.steps()->end_of_finished();  // throws where steps have not finished
   if (!change) return model.check_restore(file, strategy.deadline());
   servers.restore(model, file, parameter_server::model_of(main), strategy.deadline());
   coordinator.steps()->skip_to(steps.end);

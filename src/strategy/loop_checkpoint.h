@@ -1,4 +1,4 @@
-// Checkpoints of what parameter servers have of a custom loop's optimizer.
+// Checkpoints of the state that parameter servers have of a custom loop's optimizer.
 #pragma once
 
 #include <memory>
@@ -8,9 +8,9 @@
 
 namespace lockstep::strategy {
 
-// The variables, the optimizer's state and the rows of tables, in a checkpoint of its own, which the servers write and
-// from which one that is started again restores its shards. For the chief; throws InvalidArgument elsewhere, and while
-// scheduled steps have not finished.
+// Makes files with the variables, the optimizer's state and the rows of tables, in a checkpoint of its own. The servers
+// write it, and restore their shards from it when they are started again. For the chief; throws InvalidArgument
+// elsewhere, and while scheduled steps have not finished.
 Trackable::Files files_of_loop(std::shared_ptr<StrategyImpl> strategy, std::shared_ptr<GradientPath> gradients);
 
 }  // namespace lockstep::strategy

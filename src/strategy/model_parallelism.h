@@ -1,4 +1,4 @@
-// How a strategy splits every model over several workers. The module `parallel` has the ways to do it.
+// The way in which a strategy splits every model over several workers. The module `parallel` has several ways.
 #pragma once
 
 #include <memory>
@@ -13,17 +13,17 @@ class Module;
 
 namespace lockstep::strategy {
 
-// Of a strategy whose processes have one replica each.
+// For a strategy whose processes have one replica each.
 class ModelParallelism {
  public:
   virtual ~ModelParallelism() = default;
 
   virtual const Topology& topology() const = 0;
 
-  // What must be the same for a worker that comes to an elastic job, in lines.
+  // Returns the lines that must be the same for a worker that comes to an elastic job.
   virtual std::string describe() const = 0;
 
-  // After workers were lost, of an elastic strategy: replaces the topology's Groups. Collective over the members of the
+  // Replaces the topology's Groups after workers of an elastic strategy were lost. Collective over the members of the
   // next generation; throws what elastic::Membership::group throws.
   virtual void regroup(double timeout_seconds) const = 0;
 

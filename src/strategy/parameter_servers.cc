@@ -42,7 +42,7 @@ parameter_server::UpdateMode mode_of(const ParameterServerOptions& options, int 
   return {.parts = workers, .needed = workers - options.spare_workers};
 }
 
-// A worker's own; the chief evaluates on all cores of its host; servers compute no step.
+// Returns a worker's own devices, and all cores of its host for the chief, which evaluates. Servers compute no step.
 std::vector<std::string> devices_of(const ParameterServerOptions& options, Role role,
                                     const cluster::CpuPartition& partition) {
   if (role == Role::ps) return {"cpu:0"};

@@ -1,4 +1,4 @@
-// What step functions call: exchange of tensors between replicas, and their random numbers.
+// The calls of step functions: exchange of tensors between replicas, and their random numbers.
 #include "lockstep/gradient/tensor_collectives.h"
 #include "strategy/strategy_impl.h"
 

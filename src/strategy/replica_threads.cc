@@ -42,14 +42,14 @@ class RunGuard {
   std::atomic<bool>& busy_;
 };
 
-// Serialized: in a forked process LibTorch's first call makes its thread pool anew, which is not thread-safe.
+// Serializes the calls: in a forked process LibTorch's first call makes its thread pool anew, which is not thread-safe.
 void set_threads_of_operators(int threads) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   at::set_num_threads(threads);
 }
 
-// The cores of each replica, or empty lists where pinning would keep replicas off idle cores.
+// Returns the cores of each replica, or empty lists where pinning would keep replicas off idle cores.
 std::vector<std::vector<int>> shares_of_cpus(const ReplicaThreadsOptions& options) {
   const auto replicas = static_cast<std::size_t>(options.replicas);
   const auto& cpus = options.cpus;
@@ -83,7 +83,7 @@ void ReplicaThreads::run(const std::function<void(int)>& function) {
   if (runs_on(this))
     throw InvalidArgument("run was called from within a step of the same strategy, which would wait for itself");
   const RunGuard guard(busy_);
-  // Only where it changes something: it clears oneDNN's caches.
+  // Sets the number only where it changes: setting it clears oneDNN's caches.
   const int threads_before = at::get_num_threads();
   if (threads_before != threads_per_replica_) set_threads_of_operators(threads_per_replica_);
   const at::ThreadLocalState settings;

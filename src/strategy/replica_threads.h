@@ -12,13 +12,13 @@ namespace lockstep::strategy {
 
 struct ReplicaThreadsOptions {
   int replicas = 1;
-  int threads_per_replica = 1;  // that LibTorch's operators may use on each
-  std::vector<int> cpus;        // that these replicas may use together
+  int threads_per_replica = 1;  // for LibTorch's operators on each
+  std::vector<int> cpus;        // these replicas may use them together
   int spin_rounds = 0;          // how often a thread polls for the next task before it blocks
 };
 
-// When the replicas together use every one of their cores, each persistent thread is pinned to its share;
-// the first share is left for the callers.
+// When the replicas together use every one of their cores, each persistent thread is pinned to its share. The first
+// share is left for the callers.
 class ReplicaThreads {
  public:
   explicit ReplicaThreads(ReplicaThreadsOptions options);
@@ -27,9 +27,9 @@ class ReplicaThreads {
   ReplicaThreads& operator=(const ReplicaThreads&) = delete;
 
   // Calls function(replica) on every thread at once, with the caller's thread-local settings of LibTorch (grad mode and
-  // so on), and returns when all have ended. LibTorch's operators use threads_per_replica threads in the calling thread
-  // from then on. Throws InvalidArgument where another thread's call has not ended, or this is called from within a
-  // replica. `function` must not throw.
+  // so on), and returns when all have ended. From then on LibTorch's operators use threads_per_replica threads in the
+  // calling thread. Throws InvalidArgument where another thread's call has not ended, or a replica calls it. `function`
+  // must not throw.
   void run(const std::function<void(int)>& function);
 
  private:

@@ -1,4 +1,4 @@
-// What custom loops do with modules and optimizers, and how both are saved.
+// The calls of custom loops on modules and optimizers, and how both are saved.
 #include "lockstep/strategy/replicated.h"
 
 #include <torch/nn/module.h>
@@ -21,16 +21,16 @@
 namespace lockstep {
 namespace {
 
-constexpr const char* kSeen = "examples";  // of each replica, by its buffers
+constexpr const char* kSeen = "examples";  // of each replica, beside its buffers
 
 std::string joined(const std::string& prefix, const std::string& name) {
   return prefix.empty() ? name : prefix + "/" + name;
 }
 
-// Devices that run compiled programs are waited for as long as other replicas are.
+// Returns the deadline for devices that run compiled programs: they may take as long as other replicas.
 Deadline for_devices() { return Deadline::after(std::chrono::duration<double>(kDefaultTimeoutSeconds)); }
 
-// The stored tensor in this shape. Throws InvalidArgument naming what differs.
+// Returns the stored tensor in this shape. Throws InvalidArgument naming what differs.
 Tensor load_tensor(const Archive& archive, const std::string& name, at::IntArrayRef sizes, at::ScalarType wanted) {
   const auto loaded = data::from_stored(archive.tensor(name));
   if (loaded.sizes() != sizes) {
@@ -52,14 +52,14 @@ Tensor load_like(const Archive& archive, const std::string& name, const Tensor& 
   return load_tensor(archive, name, like.sizes(), like.scalar_type());
 }
 
-// Of a parameter, or of a state of the optimizer for it: this process's part.
+// Loads this process's part of a parameter, or of a state of the optimizer for it.
 Tensor load_slot(const Archive& archive, const std::string& name, const ReplicatedParameters& parameters,
                  std::size_t slot) {
   const auto dtype = parameters.slots()[slot].dtype;
   return parameters.part_of(slot, load_tensor(archive, name, parameters.whole_sizes(slot), dtype));
 }
 
-// What processes save of a model that is split over them. Each makes an archive of what it has; the chief gets all.
+// Returns the archives of all workers as one, on the chief, where a model is split: each has saved what it has.
 Archive gathered_on_chief(const Communicator& workers, Archive mine) {
   std::vector<std::string> lines;
   for (const auto& [name, tensor] : mine.tensors) lines.push_back(name);
@@ -81,7 +81,7 @@ Archive gathered_on_chief(const Communicator& workers, Archive mine) {
   return mine;
 }
 
-// Has `save` write into the archive; of a model that is split, into the chief's, what all workers save.
+// Calls save(archive); where a model is split, joins what all workers save in the chief's archive.
 void save_with_parts(const ReplicatedParameters& parameters, Archive& archive,
                      const std::function<void(Archive&)>& save) {
   if (!parameters.is_split()) return save(archive);
@@ -92,7 +92,7 @@ void save_with_parts(const ReplicatedParameters& parameters, Archive& archive,
   archive.entries.merge(mine.entries);
 }
 
-// Saves a slot's whole tensor, of which `part` is here; of a model that is split, on one of the workers that have it.
+// Saves a slot's whole tensor, of which `part` is here; where a model is split, on one of the workers that have it.
 void save_slot(const ReplicatedParameters& parameters, std::size_t slot, const Tensor& part, Archive& archive,
                const std::string& name) {
   if (parameters.is_split() && parameters.topology().gradients.rank() != 0) return;
@@ -169,7 +169,7 @@ Trackable ReplicatedModule::replica_buffers() const {
   const auto name_of = [parameters = impl_](const std::string& prefix, int replica, std::size_t index) {
     return joined(prefix, text(replica, "/", parameters->buffer_names()[index]));
   };
-  // Collective over the workers: all replicas' buffers, numbered through.
+  // Saves all replicas' buffers, numbered through. Collective over the workers.
   const auto save_own = [parameters = impl_, name_of](Archive& archive, const std::string& prefix) {
     parameters->fetch(for_devices());
     const auto& workers = parameters->topology().tokens;
@@ -234,7 +234,7 @@ void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& 
     scale_loss(loss).backward();
   } catch (...) {
     if (ops::current_trace() == nullptr)
-      impl_->drop_gradients(replica.local_replica_id());  // else the next step would add to some of these
+      impl_->drop_gradients(replica.local_replica_id());  // else the next step would add to them
     throw;
   }
   apply_gradients(replica, weight);
@@ -257,13 +257,13 @@ void ReplicatedOptimizer::set_learning_rate(double rate) const { impl_->updater(
 
 namespace {
 
-// Slots are numbered by each worker for itself where a model is split.
+// Where a model is split, each worker numbers its slots by itself, and has an entry of its own.
 std::string name_of_order(const ReplicatedParameters& parameters) {
   if (!parameters.is_split() || parameters.slots().empty()) return "gradient_order";
   return "gradient_order/" + parameters.slots()[0].name;
 }
 
-// What is read back before anything changes.
+// The counters that are read before anything changes.
 struct LoadedCounters {
   std::int64_t iterations = 0;
   std::optional<double> rate;

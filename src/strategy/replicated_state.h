@@ -1,4 +1,4 @@
-// Parts of what ReplicatedModule and ReplicatedOptimizer save.
+// Parts of the state that ReplicatedModule and ReplicatedOptimizer save.
 #pragma once
 
 #include <memory>
@@ -11,21 +11,21 @@
 namespace lockstep::strategy {
 
 // A module's values: all parameters, or those that are not trained, with the buffers. `of_all_workers`: whole
-// parameters, and the buffers' mean over all replicas; saving and loading are collective. `of_this_worker`: the parts
-// of the parameters that this worker has, and the mean over its own replicas. Loading leaves those values as they are
-// whose names are in `left`.
+// parameters, and the buffers' mean over all replicas; saving and loading are collective. `of_this_worker`: this
+// worker's parts of the parameters, and the mean over its own replicas. Loading leaves the values whose names are in
+// `left`.
 enum class Values { all, untrained };
 enum class Whose { of_all_workers, of_this_worker };
 Trackable values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Whose whose,
                     const std::set<std::string>& left = {});
 
-// Under which name, behind a prefix, an archive has a state of a parameter.
+// Returns the name, after a prefix, under which an archive has a state of a parameter.
 std::string name_of_state(const StateSpec& state, const std::string& parameter);
 
-// Throws InvalidArgument that names the trained parameters of which an archive has no state, as where they were frozen.
+// Throws InvalidArgument that names the trained parameters without a state in the archive, as where they were frozen.
 void check_states(const Archive& archive, const std::string& prefix, const GradientPath& gradients);
 
-// Not collective. Of an optimizer: all but the state of its rule.
+// Returns the optimizer's state without that of its rule. Not collective.
 Trackable counters_of(const std::shared_ptr<GradientPath>& gradients);
 
 }  // namespace lockstep::strategy

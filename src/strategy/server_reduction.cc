@@ -128,7 +128,7 @@ void ServerReduction::end_step(int replica, StepEnd end) {
   for (const auto& embedding : embeddings_[static_cast<std::size_t>(replica)]) embedding->clear();
 }
 
-// Gradients of a replica, or, after the last replica, the sums.
+// Returns the memory of a replica's gradients, or, after the last replica's, of the sums.
 at::Tensor ServerReduction::gradient_memory(int index, const gradient::ParameterSlot& slot) const {
   const auto number = 1 + static_cast<std::size_t>(index);
   return parameters_.flat_in(memory_, number, slot.dtype).narrow(0, slot.offset, slot.numel);
@@ -203,7 +203,7 @@ void ServerReduction::push(const gradient::Sums& own, Deadline deadline) {
   client_->push(std::move(push), gradients, deadline);
 }
 
-// Of all replicas.
+// Returns the rows that all replicas used.
 std::vector<parameter_server::Rows> ServerReduction::rows_of_table(std::size_t table) const {
   std::vector<parameter_server::Rows> parts;
   for (const auto& of_replica : embeddings_) {

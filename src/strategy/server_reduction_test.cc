@@ -22,7 +22,7 @@ struct Servers {
   std::vector<std::shared_ptr<ServerConnection>> connections;
 };
 
-// Servers whose first values are those of the parameters.
+// Makes servers whose first values are those of the parameters.
 Servers make_servers(int count, const ReplicatedParameters& parameters, const Optimizer& optimizer,
                      const UpdateMode& mode) {
   Servers servers{.model = {variables_of(parameters), tables_of(parameters)}};
@@ -47,7 +47,7 @@ std::shared_ptr<ReplicatedParameters> make_parameters(int replicas, at::ScalarTy
   return std::make_shared<ReplicatedParameters>(modules, Placement::mirrored);
 }
 
-// One process's part of a step, of `whole` parts in all: each replica's share of the batch.
+// Makes one process's part of a step, of `whole` parts in all: each replica has its share of the batch.
 void step(GradientPath& path, const std::vector<Group>& groups, const Batch& batch, int first, int whole) {
   std::vector<std::jthread> threads;
   for (const auto& group : groups) {
@@ -73,7 +73,7 @@ std::shared_ptr<ReplicatedParameters> mirrored(int replicas, const Optimizer& op
   return parameters;
 }
 
-// Each worker computes one part of every step.
+// Makes steps of which each worker computes one part.
 std::shared_ptr<ReplicatedParameters> synchronous(int workers, int replicas, int servers_count,
                                                   const Optimizer& optimizer, const std::vector<Batch>& data,
                                                   at::ScalarType dtype) {

@@ -19,7 +19,7 @@ struct Part {
 
   Example read() const { return moved(row.materialize()); }  // on the device; a view where the batch lies there
 
-  // An example of this part on the device.
+  // Returns an example of this part on the device.
   Example moved(const Example& example) const;
 };
 
@@ -30,25 +30,25 @@ namespace lockstep::strategy {
 using internal::LocalReplicas;
 using internal::Part;
 
-// Consecutive examples for each replica of this process, on its device, in the order of all replicas. Sizes differ by
+// Gives each replica of this process consecutive examples, on its device, in the order of all replicas. Sizes differ by
 // one at most, the larger first; some may be 0. Throws InvalidArgument when the batch has no leading dimension.
 PerReplica<Part> split_batch(const Example& batch, const LocalReplicas& replicas);
 
 // Throws InvalidArgument unless x, y and weight begin with the same size, as a batch's do.
 void check_batch(const Example& batch);
 
-// By the data set's AutoShardPolicy.
+// Distributes by the data set's AutoShardPolicy.
 DistributedDataset distribute(const Dataset& data, const LocalReplicas& replicas);
 
-// Whether workers read elements of their own, and not parts of the same ones.
+// Returns true where workers read elements of their own, and not parts of the same ones.
 bool reads_its_own(const Dataset& data, const LocalReplicas& replicas);
 
-// The first element of an epoch, as this worker will read it, for its shape; undefined where there is none.
+// Returns an epoch's first element, as this worker will read it, for its shape; undefined where there is none.
 Example first_element(const Dataset& data, const LocalReplicas& replicas, std::int64_t epoch = 0);
 
-// As distribute, for fit and evaluate. Elements that must be computed are prefetched in a separate thread. Data that
-// lie in memory stay there where all replicas are on CPUs: each gathers its part in its own thread. `given`: instead of
-// what the AutoShardPolicy says.
+// Does what distribute does, for fit and evaluate. Elements that must be computed are prefetched in a separate thread.
+// Data in memory stay there where all replicas are on CPUs: each gathers its part in its own thread. `given`: in place
+// of the AutoShardPolicy.
 DistributedDataset distribute_ahead(const Dataset& data, const LocalReplicas& replicas,
                                     std::optional<Distribution> given = {});
 

@@ -15,7 +15,7 @@ namespace {
 
 using Tensors = std::vector<Tensor>;
 
-// `tensors` in the places where `like` has defined ones.
+// Puts `tensors` into the places where `like` has defined ones.
 Tensors in_places_of(const Tensors& like, const Tensors& tensors) {
   Tensors all;
   auto next = tensors.begin();

@@ -13,17 +13,17 @@ namespace lockstep {
 
 class StrategyImpl;
 
-// What was compiled of one step function: by the strategy's devices, the shapes and dtypes of its inputs, and StepKey.
+// The programs of one step function. Key: the strategy's devices, the shapes and dtypes of the inputs, and StepKey.
 class internal::StepPrograms {
  public:
   struct Entry {
     std::unique_ptr<ops::CompiledProgram> program;
-    std::vector<bool> is_defined;                  // [result of the function]: the program has those that are
-    std::vector<std::weak_ptr<const void>> alive;  // without which it cannot run any more
+    std::vector<bool> is_defined;                  // [result]: the program has the defined ones
+    std::vector<std::weak_ptr<const void>> alive;  // the program cannot run without them
   };
   using Key = std::pair<const ops::ProgramDevices*, std::vector<std::int64_t>>;
 
-  // Drops what cannot run any more.
+  // Returns the key's entry. Drops the programs that cannot run any more.
   Entry& of(const Key& key);
 
  private:
@@ -32,8 +32,8 @@ class internal::StepPrograms {
 
 namespace strategy {
 
-// Runs the step on all devices of the strategy: [replica][result], undefined where the function's were. One thread at a
-// time. Throws InvalidArgument where replicas' inputs differ in shape.
+// Runs the step on all devices of the strategy, and returns [replica][result], undefined where the function's results
+// were. One thread at a time. Throws InvalidArgument where replicas' inputs differ in shape.
 std::vector<std::vector<Tensor>> run_program(StrategyImpl& strategy, const internal::StepToRun& step);
 
 }  // namespace strategy

@@ -68,7 +68,7 @@ T fold(ReduceOp op, const PerReplica<T>& values, const auto& smaller, const auto
   return op == ReduceOp::mean ? result / values.size() : result;
 }
 
-// LibTorch would broadcast other shapes, or say in its own words that they do not fit.
+// Throws for other shapes: LibTorch would broadcast them, or say in its own words that they do not fit.
 void check_equal_shapes(const PerReplica<Tensor>& values) {
   for (int i = 0; i < values.size(); ++i) {
     if (!values[i].defined()) throw InvalidArgument(text("Strategy::reduce: replica ", i, "'s value is undefined"));
@@ -85,7 +85,7 @@ void check_equal_shapes(const PerReplica<Tensor>& values) {
 const Purpose kComparing("comparing the workers' values of reduce or gather"), kReducing("Strategy::reduce"),
     kReducingNumbers("Strategy::reduce of numbers");
 
-// A worker's value as all workers compare it: in one message, which needs no text.
+// A description of a worker's value, which all workers compare: one message, which needs no text.
 struct Brought {
   static constexpr std::int64_t kFailed = -1, kMostSizes = 12;
 
@@ -112,8 +112,8 @@ struct Brought {
   }
 };
 
-// Returns what `make` does on this worker. All workers throw where their values do not fit each other, or one failed to
-// make its own: so none waits for another.
+// Returns the result of `make` on this worker. All workers throw where their values do not fit each other, or one
+// failed to make its own: so none waits for another.
 Tensor value_of_each(const Communicator& workers, const char* caller, std::int64_t op,
                      std::optional<std::int64_t> free_dim, const std::function<Tensor()>& make) {
   if (workers.size() == 1) return make();

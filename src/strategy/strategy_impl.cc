@@ -18,13 +18,13 @@
 namespace lockstep {
 namespace {
 
-// In rounds of about 20 ns: long enough where replicas end their backward at nearly the same time.
+// Counted in rounds of about 20 ns: long enough where replicas end their backward at nearly the same time.
 constexpr int kSpinRounds = 2000;
 
 // How long a worker that fails between a launch and its results waits for the launch to end.
 constexpr std::chrono::seconds kToEndLaunch(10);
 
-constexpr int kMostThreads = 1024;  // of a replica: each is really started
+constexpr int kMostThreads = 1024;  // most threads of a replica: each is really started
 
 strategy::StrategySettings checked(strategy::StrategySettings settings) {
   std::set<std::string> seen;
@@ -50,7 +50,7 @@ strategy::StrategySettings checked(strategy::StrategySettings settings) {
   return settings;
 }
 
-// Without the processes of `workers`, who find each other later.
+// Returns the topology without the processes of `workers`, who find each other later.
 Topology topology_of(const strategy::StrategySettings& settings) {
   auto topology = settings.parallelism != nullptr ? settings.parallelism->topology() : Topology();
   topology.replicas = static_cast<int>(settings.devices.size());
@@ -106,7 +106,7 @@ std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram&
                                                            const std::function<void()>& meanwhile) {
   try {
     if (meanwhile) meanwhile();
-  } catch (const PeerLost&) {  // whose devices compute it no more
+  } catch (const PeerLost&) {  // its devices do not compute the program any more
     throw;
   } catch (const Aborted&) {  // another worker has failed, and told this one
     await(launched);
@@ -129,7 +129,7 @@ std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram&
   }
 }
 
-// So that its variables are kept: all workers have launched it, so it ends, whatever fails after that.
+// Waits for a program, so that its variables are kept: all workers have launched it, so it ends in spite of a failure.
 void StrategyImpl::await(ops::LaunchedProgram& launched) {
   try {
     launched.results(Deadline::after(kToEndLaunch), {});
@@ -246,7 +246,7 @@ void StrategyImpl::on_threads(const Function& function) {
         MutexLock lock(mutex);
         if (!first) first = std::current_exception();
       }
-      // After `first` is set: what the others throw now is a consequence.
+      // `first` is set before: what the others throw now is a consequence.
       fail(replica);
     }
   });
@@ -303,7 +303,7 @@ std::string StrategyImpl::here() const {
   return membership() != nullptr ? text(" on ", membership()->world().host) : "";
 }
 
-// Before the Groups are aborted: whoever notices that finds the reason.
+// Tells the reason before the Groups are aborted: whoever notices that finds the reason.
 void StrategyImpl::tell_failure(const std::exception& error) const {
   if (watch_) watch_->abort(error.what());
   if (!is_elastic() || !elastic::is_of_program(error)) return;

@@ -1,4 +1,4 @@
-// What is behind a Strategy: devices, threads and the Group of the replicas, and how variables are placed and updated.
+// The implementation of Strategy: devices, threads and the Group of the replicas; how variables are placed and updated.
 #pragma once
 
 #include <atomic>
@@ -31,9 +31,9 @@ namespace lockstep::strategy {
 std::shared_ptr<ReplicatedParameters> replicate_modules(StrategyImpl& strategy, std::uint64_t seed,
                                                         const internal::MakeModule& make);
 
-// This process among those that train together.
+// This process, as a worker among those that train together.
 struct WorkerSettings {
-  std::shared_ptr<elastic::Membership> membership;  // null: of a mesh that was made of a Communicator
+  std::shared_ptr<elastic::Membership> membership;  // null: on a mesh that was made of a Communicator
   GroupOptions group;
   gradient::BucketOptions buckets;
   bool shard_optimizer_state = false;
@@ -42,7 +42,7 @@ struct WorkerSettings {
   bool replace_differing_copies = false;
 };
 
-// The three things that a strategy decides, and the devices it decides them for.
+// The three decisions of a strategy, and the devices that these are for.
 struct StrategySettings {
   std::vector<std::string> devices;  // one a replica
   int threads_per_replica = 0;       // 0: an equal share of the cores
@@ -54,9 +54,9 @@ struct StrategySettings {
   std::optional<WorkerBatch> worker_batch = {};
   std::optional<WorkerSettings> workers = {};                     // none: this process is alone
   std::shared_ptr<const ModelParallelism> parallelism = {};       // null: each worker has whole models
-  std::shared_ptr<parameter_server::ServerCluster> servers = {};  // that have the variables; null: there are none
+  std::shared_ptr<parameter_server::ServerCluster> servers = {};  // have the variables; null: there are none
   std::shared_ptr<ops::ProgramDevices> programs = {};  // devices that run compiled steps; null: threads run steps
-  int replicas_in_step = 0;                            // that compute a step together; 0: those of all workers
+  int replicas_in_step = 0;                            // replicas that compute a step together; 0: those of all workers
 };
 
 }  // namespace lockstep::strategy
@@ -65,8 +65,8 @@ namespace lockstep {
 
 class StrategyImpl {
  public:
-  // Throws InvalidArgument for a device that does not exist or is named twice. With workers collective, and throws as
-  // make_group does.
+  // Throws InvalidArgument for a device that does not exist or is named twice. With workers it is collective, and
+  // throws as make_group does.
   explicit StrategyImpl(strategy::StrategySettings settings);
 
   const strategy::StrategySettings& settings() const { return settings_; }
@@ -77,11 +77,11 @@ class StrategyImpl {
 
   const strategy::ModelParallelism* parallelism() const { return settings_.parallelism.get(); }
 
-  // Whether training may go on without workers that are lost.
+  // Returns true where training may go on without workers that are lost.
   bool is_elastic() const { return settings_.workers && settings_.workers->elastic; }
 
-  // Calls act(). Where it throws, the calls of the other `ranks` are aborted with the reason, but for what all of them
-  // throw (RefusedByAll). Workers of an elastic strategy go on without this one, but where two fail in one section
+  // Calls act(). Where it throws, the calls of the other `ranks` are aborted with the reason, unless all of them throw
+  // (RefusedByAll). Workers of an elastic strategy go on without this one, unless two fail in one section
   // (elastic/failures.h).
   template <class Act>
   void abort_on_error(const Communicator& ranks, const Act& act) const;
@@ -98,68 +98,68 @@ class StrategyImpl {
   }
 
   // Goes on with the workers that remain and those that come: replaces the topology's Groups. Collective over them,
-  // between runs. Throws what Job::regroup and Job::group throw; after an exception of Job::group the job is of the
-  // next generation.
+  // between runs. Throws what Membership::regroup and group throw; after an exception of `group` the job is of the next
+  // generation.
   void regroup(const elastic::Change& change);
 
-  // Of a newcomer: takes the place that the workers have given it. Collective over them, which regroup.
+  // Takes the place that the workers have given this newcomer. Collective over them; they regroup.
   void join();
 
-  // Of an elastic strategy's rates, for as many workers as there are. Throws InvalidArgument where the user's rule
-  // returns no positive number.
+  // Returns the factor of an elastic strategy's rates, for as many workers as there are. Throws InvalidArgument where
+  // the user's rule returns no positive number.
   double learning_rate_factor() const;
 
   // The workers, as processes of a job. Null for a process alone, and for a mesh that was made of a Communicator.
   elastic::Membership* membership() const { return settings_.workers ? settings_.workers->membership.get() : nullptr; }
 
-  // What must be the same for all workers, in lines.
+  // Returns the lines that must be the same for all workers.
   std::string describe() const;
 
-  // Of the replicas' random numbers, for a loop that numbers its runs. After set_runs, those of the next run, and of
-  // some more, are those of `seed` and `number`, whatever ran before.
+  // Returns seeds of the replicas' random numbers, for a loop that numbers its runs. After set_runs the next run, and
+  // some more, have the numbers of `seed` and `number`, whatever ran before.
   std::uint64_t next_loop_seed() { return mix(seed_, ++loops_); }
   void set_runs(std::uint64_t seed, std::uint64_t number) {
     seed_ = seed;
     runs_ = number << 20;
   }
 
-  // Of all trainings of this strategy.
+  // Returns the sections that this process has completed, in all trainings of this strategy.
   elastic::Sections::Completed& completed_sections() { return completed_sections_; }
   const elastic::Sections::Completed& completed_sections() const { return completed_sections_; }
 
   // Trainings that workers make are numbered, equally in all.
   std::int64_t next_training() { return trainings_++; }
 
-  // Models whose steps are compiled, likewise, as they are built, from 1.
+  // Models whose steps are compiled are numbered in the same way as they are built, from 1.
   std::int64_t next_model() { return ++models_; }
 
-  // Where the variables are on parameter servers: this process among the others; else null.
+  // Returns this process among those of a cluster with parameter servers, which have the variables; else null.
   parameter_server::ServerCluster* servers() const { return settings_.servers.get(); }
 
-  // Devices that run compiled steps of all replicas, which this process's threads then only give their input; else
-  // null.
+  // Returns the devices that run compiled steps of all replicas, which this process's threads then only give their
+  // input; else null.
   ops::ProgramDevices* programs() const { return settings_.programs.get(); }
 
-  // What a program that they run gives; `meanwhile` is called before it is waited for. Throws what
-  // LaunchedProgram::results throws; where another worker is lost or fails, what WorkerWatch::check throws; and what
-  // `meanwhile` throws, of which the other workers are told unless they told this one.
+  // Returns the results of a program on these devices; calls `meanwhile` before it waits for them. Throws what
+  // LaunchedProgram::results throws; what WorkerWatch::check throws, where another worker is lost or fails; and what
+  // `meanwhile` throws, after telling the other workers, unless they told this one.
   std::vector<std::vector<at::Tensor>> results(ops::LaunchedProgram& launched,
                                                const std::function<void()>& meanwhile = {});
 
-  // Of a program that is to be launched next, with inputs like `inputs` on each replica. Collective over the workers:
-  // throws InvalidArgument on all where theirs is another one.
+  // Throws InvalidArgument on all workers where they would launch different programs next. Collective over the workers.
+  // `inputs`: like those of each replica.
   void check_same_program(const std::string& name, const std::vector<at::Tensor>& inputs,
                           const ops::CompiledProgram& program) const;
 
   std::shared_ptr<GradientPath> make_gradient_path(const Optimizer& optimizer,
                                                    std::shared_ptr<ReplicatedParameters> parameters) const;
 
-  // With parameter servers: those that Strategy::optimizer has made and that are still used, in their order.
+  // With parameter servers: returns the paths that Strategy::optimizer made and that are still used, in their order.
   std::vector<std::shared_ptr<GradientPath>> paths_of_loops();
   void remember_path_of_loop(const std::shared_ptr<GradientPath>& path) { paths_of_loops_.push_back(path); }
 
-  // Of what replicas wait for. Later than that of workers for each other: a replica that waits for one that waits for
-  // other workers hears from it which of them is late.
+  // Returns the deadline of a replica's wait. It is later than that of workers for each other: a replica that waits for
+  // one that waits for other workers hears from it which of them is late.
   Deadline deadline() const {
     constexpr double kForOtherWorkers = 2;
     const double seconds = settings_.timeout_seconds + (topology_.all.size() > 1 ? kForOtherWorkers : 0);
@@ -170,13 +170,13 @@ class StrategyImpl {
   // their collective operations, the first exception is rethrown, and a new Group takes the place of the old.
   void on_replicas(const std::function<void(int)>& function);
 
-  // The same for a step, with each replica's own random numbers.
+  // Does what on_replicas does, for a step, with each replica's own random numbers.
   void run(const std::function<void(ReplicaContext&)>& function);
 
-  // For a step that is compiled: each replica's seed of the random numbers that `run` would give it.
+  // Returns the seeds that `run` would give the replicas next, for a step that is compiled.
   std::vector<std::uint64_t> next_run_seeds();
 
-  // How many `run`s, and compiled steps, have ended. Any thread.
+  // Counts the `run`s, and compiled steps, that have ended. Any thread.
   std::uint64_t ended_runs() const { return ended_runs_.load(std::memory_order_relaxed); }
 
   c10::Device torch_device(int replica) const { return torch_devices_[static_cast<std::size_t>(replica)]; }
@@ -184,13 +184,13 @@ class StrategyImpl {
   internal::LocalReplicas local_replicas() const { return local_replicas(topology_); }
   internal::LocalReplicas local_replicas(const Topology& topology) const;
 
-  // Where variables live: with GPUs, a copy on each; with several GPUs, updates are made in host memory.
+  // Returns where variables live: with GPUs, a copy on each; with several GPUs, updates are made in host memory.
   gradient::Placement placement() const;
 
   ops::ReplicaRandom& random(int replica) const { return *random_[static_cast<std::size_t>(replica)]; }
 
-  // Replica `replica`'s handle of the Group of this process's replicas, and of all workers'. The second is made when it
-  // is first asked for, by all replicas.
+  // Return replica `replica`'s handle of the Group of this process's replicas, and of all workers'. All replicas make
+  // the second when they first ask for it.
   const Group& local_group(int replica) const { return groups_[static_cast<std::size_t>(replica)]; }
   const Group& group(int replica) const;
 
@@ -201,7 +201,7 @@ class StrategyImpl {
   std::vector<std::string> hosts() const;  // of topology().same_part: [rank]
   int spin_rounds() const;
   void make_groups();
-  void fail(int replica) const;  // of the exception that is handled
+  void fail(int replica) const;  // for the exception that is handled
   void tell_failure(const std::exception& error) const;
   static void await(ops::LaunchedProgram& launched);
   void count_run() { ended_runs_.fetch_add(1, std::memory_order_relaxed); }
@@ -210,9 +210,9 @@ class StrategyImpl {
   const strategy::StrategySettings settings_;
   Topology topology_;
   std::vector<c10::Device> torch_devices_;                   // [replica]
-  std::vector<std::unique_ptr<ops::ReplicaRandom>> random_;  // [replica], that replica's own while it runs
+  std::vector<std::unique_ptr<ops::ReplicaRandom>> random_;  // [replica]: used by that replica while it runs
   std::vector<Group> groups_;                                // [replica]
-  mutable std::vector<std::optional<Group>> all_groups_;     // [replica], of all workers' replicas; that replica's own
+  mutable std::vector<std::optional<Group>> all_groups_;     // [replica]: all workers' replicas; that replica's own
   std::uint64_t seed_ = next_random_seed();
   std::uint64_t runs_ = 0, loops_ = 0;
   std::atomic<std::uint64_t> ended_runs_ = 0;
@@ -226,13 +226,13 @@ class StrategyImpl {
 
 template <class Act>
 void StrategyImpl::abort_on_error(const Communicator& ranks, const Act& act) const {
-  std::exception_ptr of_all;  // thrown on all, whose Group is whole
+  std::exception_ptr of_all;  // thrown on all workers, whose Group is whole
   ranks.abort_on_error([&] {
     try {
       act();
     } catch (const StateLost&) {
       of_all = std::current_exception();
-    } catch (const Interrupted&) {  // thrown on all, after a whole step
+    } catch (const Interrupted&) {  // thrown on all workers, after a whole step
       throw;
     } catch (const std::exception& error) {
       const auto* const refusal = dynamic_cast<const collective::RefusedByAll*>(&error);

@@ -258,7 +258,7 @@ TEST(ReplicatedOptimizer, NonsenseIsRefused) {
   EXPECT_THROW(minimize({}, 1), InvalidArgument);
 }
 
-// Small integers and bools are kept as they are; once they were kept in wider dtypes, which are taken too.
+// Small integers and bools are kept as they are. Files of earlier versions have them in wider dtypes, and are read too.
 TEST(Replicated, SmallDtypesAreKeptAsTheyAreAndTakenAsTheyWereKept) {
   struct Module : torch::nn::Module {
     Module() {
@@ -290,7 +290,7 @@ TEST(Replicated, SmallDtypesAreKeptAsTheyAreAndTakenAsTheyWereKept) {
   EXPECT_THROW(loaded.trackable().load(archive, ""), InvalidArgument);
 }
 
-// A user who may have few threads. The process that tries it ends, and does not wait for threads that never came.
+// The user may have few threads. The process that tries it ends, and does not wait for threads that never came.
 TEST(Strategy, AThreadThatCannotBeStartedIsAnError) {
   ChildProcess few([]() -> std::string {
     const rlimit threads{3, 3};

@@ -27,10 +27,10 @@ std::optional<Job> job_of(const TPUClusterResolverOptions& options) {
   return Job(cluster, options.start_timeout_seconds);
 }
 
-// By which processes find each other that open a TPU together.
+// Returns the store by which processes find each other that open a TPU together.
 Store store_of(const Job& job) { return job.store().prefixed("tpu/"); }
 
-// Other processes wait for this one's devices, or for its part of a Group: where `act` fails, for its reason.
+// Calls act(). Where it fails, tells the processes that wait for this one's devices, or for its part of a Group, why.
 template <class Act>
 void telling_others(const Job& job, const Act& act) {
   try {

@@ -26,7 +26,7 @@ class VariableImpl {
     if (auto* const programs = unwrap(strategy).programs()) in_programs = programs->variables({copies});
   }
 
-  // Of the replica in its step.
+  // Set and get the replica's value, in its step.
   void set(const ReplicaContext& replica, const Tensor& value) {
     if (auto* const trace = ops::current_trace())
       in_trace(*trace).copy_(value);
@@ -57,7 +57,7 @@ class VariableImpl {
     return copies[static_cast<std::size_t>(replica.local_replica_id())];
   }
 
-  // Any thread: other replicas may be writing their copies.
+  // Throws for another shape or dtype. Any thread: other replicas may be writing their copies.
   void check_shape(const Tensor& value) const {
     if (value.sizes() != sizes) {
       throw InvalidArgument(
@@ -88,7 +88,7 @@ class VariableImpl {
       const bool first = i == 0 && workers.rank() == 0;
       const auto copy = summed && !first ? at::zeros_like(value) : value.detach();
       if (in_programs)
-        copies[i].copy_(copy);  // by whose tensors they are known
+        copies[i].copy_(copy);  // the devices' variables are known by these tensors
       else
         copies[i] = copy.to(devices[i], dtype, /*non_blocking=*/false, /*copy=*/true);
     }
@@ -120,7 +120,7 @@ class VariableImpl {
   const Communicator workers;
   std::vector<Tensor> copies;  // [replica], written by that replica in steps
   std::unique_ptr<ops::DeviceVariables>
-      in_programs;  // where steps are compiled: one, whose host's tensors are `copies`
+      in_programs;  // null unless steps are compiled: one variable, whose host's tensors are `copies`
 };
 
 Variable::Variable(const Tensor& initial, VariableOptions options, const Strategy& strategy)

@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::chrono::seconds kBetweenCalls(1);
 constexpr double kSecondsToLeave = 10;
-constexpr std::chrono::seconds kForLastResults(10);  // of what all have launched
+constexpr std::chrono::seconds kForLastResults(10);  // results of programs that all have launched
 
 }  // namespace
 
@@ -19,7 +19,7 @@ WorkerWatch::WorkerWatch(Communicator workers, std::function<void(const std::str
       on_failure_(std::move(on_failure)),
       thread_([this](const std::stop_token& stop) { watch(stop); }) {}
 
-// Where an exception destroys it, the others wait for results that will not come.
+// Where an exception destroys the watch, the other workers wait for results that will not come.
 WorkerWatch::~WorkerWatch() {
   if (std::uncaught_exceptions() > 0) abort("it ended with an error");
 }

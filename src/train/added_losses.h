@@ -1,4 +1,4 @@
-// What a forward pass adds to the loss of its batch.
+// The losses that a forward pass adds to the loss of its batch.
 #pragma once
 
 #include "lockstep/train/add_loss.h"
@@ -6,7 +6,7 @@
 
 namespace lockstep::train {
 
-// While it lives, it takes what add_loss is called with in this thread. The innermost holds.
+// While it lives, it takes the losses that this thread gives to add_loss. The innermost one takes them.
 class [[nodiscard]] AddedLosses {
  public:
   enum class Use { with_gradients, values_alone, refused };
@@ -17,7 +17,7 @@ class [[nodiscard]] AddedLosses {
 
   void add(const Tensor& scalar);
 
-  // Loss::Terms or MaskedTerms with them, which are added to the mean. Throws InvalidArgument for a loss that is a sum.
+  // Returns Loss::Terms or MaskedTerms with them added to the mean. Throws InvalidArgument for a loss that is a sum.
   template <class Terms>
   Terms add_to(Terms loss, const Loss& compiled) const {
     if (!sum_.defined()) return loss;

@@ -86,7 +86,7 @@ class AssignedSteps final : public StepSource {
         "fit, as the workers were told when it began: change it before fit, and on all processes");
   }
 
-  // Where workers do not wait for each other.
+  // Tells the staleness, where workers do not wait for each other.
   void add_to(Logs& logs) const override {
     if (servers_.mode().parts == 1 && steps_ > 0) logs.set("staleness", staleness_ / steps_);
   }
@@ -107,7 +107,7 @@ class AssignedSteps final : public StepSource {
         print_local_state(impl_), impl_.progress.uncounted);
   }
 
-  // In a checkpoint that was made with batches of another size.
+  // Finds the position in a checkpoint that was made with batches of another size.
   void find_position() {
     auto& now = impl_.progress;
     const bool at_begin = now.position.index == 0 && now.uncounted.empty();
@@ -122,7 +122,7 @@ class AssignedSteps final : public StepSource {
     if (options_.steps_per_epoch == 0) now.batch = now.position.index;
   }
 
-  // What a callback has set holds for the steps that begin from now on.
+  // Sets the rate that a callback has set for the steps that begin from now on.
   void set_learning_rate() { coordinator_.set_learning_rate(impl_.gradients->updater().learning_rate_override()); }
 
   ModelImpl& impl_;
@@ -131,8 +131,8 @@ class AssignedSteps final : public StepSource {
   const Dataset& data_;
   const FitOptions& options_;
   parameter_server::Coordinator& coordinator_;
-  std::optional<parameter_server::Coordinator::FinishedStep> step_;  // that finished
-  double staleness_ = 0, steps_ = 0;                                 // of this epoch, in this process
+  std::optional<parameter_server::Coordinator::FinishedStep> step_;  // the step that finished last
+  double staleness_ = 0, steps_ = 0;                                 // this epoch's, in this process
   bool begun_ = false, interrupted_ = false;
   std::int64_t batch_size_ = 0;  // examples
 };

@@ -1,4 +1,4 @@
-// Whether a checkpoint is of this model.
+// Checks that a checkpoint is of this model.
 #include <map>
 #include <set>
 #include <sstream>
@@ -28,7 +28,7 @@ std::map<std::string, std::vector<std::int64_t>> expected_shapes(const Replicate
   return expected;
 }
 
-// The lines of all workers, each once.
+// Returns the lines of all workers, each once.
 std::vector<std::string> lines_of_all(const Communicator& workers, const std::vector<std::string>& mine) {
   std::vector<std::string> all;
   std::set<std::string> seen;
@@ -41,7 +41,7 @@ std::vector<std::string> lines_of_all(const Communicator& workers, const std::ve
   return all;
 }
 
-// Of a model that is split, workers may have other variables.
+// Returns the names of all workers' variables: where a model is split, workers may have different ones.
 std::set<std::string> names_of_all(const ReplicatedParameters& parameters,
                                    const std::map<std::string, std::vector<std::int64_t>>& mine) {
   std::vector<std::string> names;
@@ -54,7 +54,7 @@ std::vector<std::string> problems_of_all(const ReplicatedParameters& parameters,
   return parameters.is_split() ? lines_of_all(parameters.topology().all, mine) : std::move(mine);
 }
 
-// Tensors of a full checkpoint that are no weights.
+// Returns true for tensors of a full checkpoint that are no weights.
 bool is_reserved(const std::string& name) {
   const auto folder = name.substr(0, name.find('/'));
   return folder != name &&

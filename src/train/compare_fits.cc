@@ -35,7 +35,7 @@ void compare_fits(const ModelImpl& impl, const Dataset& data, const FitOptions& 
                                         text(describe_fit(impl, data, options, impl.replicas()), "\n",
                                              impl.parameters->is_split() ? "" : impl.parameters->describe_frozen()));
     const bool trains = options.epochs > options.initial_epoch;
-    if (trains && !strategy::first_element(data, impl.replicas()).x.defined())  // nor is there one on any other
+    if (trains && !strategy::first_element(data, impl.replicas()).x.defined())  // nor is there one on any other process
       throw collective::RefusedByAll(impl.topology.peers, "fit: the data set yielded no batch");
   }
 }

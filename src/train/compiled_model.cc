@@ -20,7 +20,7 @@ namespace {
 
 using Tensors = ops::ProgramDevices::Tensors;
 
-// `values` with as many rows as `rows`, by one of a real example: what is computed with it is as finite as with others.
+// Returns `values`, filled up to `rows` rows with a real example's `row`: results with it are as finite as with others.
 Tensor filled_up(const Tensor& values, std::int64_t rows, const Tensor& row) {
   const auto missing = rows - values.size(0);
   if (missing == 0) return values;
@@ -29,14 +29,14 @@ Tensor filled_up(const Tensor& values, std::int64_t rows, const Tensor& row) {
   return at::cat({values, row.expand(sizes)});
 }
 
-// 1 for the first `count` of `rows` examples, 0 for those behind them.
+// Returns 1 for the first `count` of `rows` examples, and 0 for the others.
 Tensor counts_of(std::int64_t count, std::int64_t rows) {
   auto counts = at::zeros({rows}, at::kFloat);
   counts.narrow(0, 0, count).fill_(1);
   return counts;
 }
 
-// Of all replicas' parts one that has examples, if there is one.
+// Returns a replica's part that has examples, where there is one.
 const Example& some_of(const std::vector<std::vector<Example>>& inputs) {
   for (const auto& input : inputs)
     for (const auto& part : input)
@@ -53,7 +53,7 @@ std::vector<Tensor> filled_up(const Example& part, std::int64_t rows, const Exam
 
 }  // namespace
 
-// One, as of train_on_batch, has a program of its own.
+// Returns the steps of a launch: a program of one step, as train_on_batch makes, is a program of its own.
 int CompiledModel::steps(Kind kind, const std::vector<Input>& inputs) const {
   return kind == Kind::train && inputs[0].size() > 1 ? static_cast<int>(impl_.compiled->steps_per_execution) : 1;
 }
@@ -62,7 +62,7 @@ bool CompiledModel::has_metrics() const {
   return !impl_.compiled->metrics.empty() || !impl_.compiled->weighted_metrics.empty();
 }
 
-// Each replica's thread reads its own parts.
+// Reads the parts, each replica's in that replica's thread.
 std::vector<CompiledModel::Input> CompiledModel::read(std::vector<Parts>& batches) const {
   std::vector<Input> inputs(static_cast<std::size_t>(impl_.strategy.num_local_replicas()));
   unwrap(impl_.strategy).on_replicas([&](int replica) {
@@ -80,7 +80,7 @@ std::string CompiledModel::name_of(Kind kind) {
   return names[static_cast<int>(kind)];
 }
 
-// With what decides which program it is, which model's variables it uses, and what it does with them.
+// Returns the launch's name, with what decides its program, the model's variables and how these change.
 std::string CompiledModel::described(Kind kind, const std::vector<Input>& inputs) const {
   const auto found = programs_.find({kind, steps(kind, inputs), shapes_of(inputs[0][0])});
   std::string program = "not compiled yet";
@@ -141,7 +141,7 @@ Tensors CompiledModel::trace(Kind kind, const Example& part, const Tensor& count
   return results;
 }
 
-// As the program decides it: whether the weights' sum, by which gradients are divided, is above 0.
+// Decides as the program does: returns whether the weights' sum, by which gradients are divided, is above 0.
 bool CompiledModel::updates(const std::vector<Input>& inputs, std::size_t step) const {
   const bool by_weight = impl_.compiled->loss.reduction() == Reduction::mean_with_sample_weight;
   bool has_weight = false;
@@ -157,7 +157,7 @@ bool CompiledModel::updates(const std::vector<Input>& inputs, std::size_t step) 
   return has_weight;
 }
 
-// As of the same steps on other devices; evaluation and prediction draw nothing.
+// Returns the seeds that the same steps have on other devices. Evaluation and prediction draw no numbers.
 std::vector<std::vector<std::uint64_t>> CompiledModel::seeds(Kind kind, int count) const {
   std::vector<std::vector<std::uint64_t>> seeds(static_cast<std::size_t>(impl_.strategy.num_local_replicas()));
   for (std::size_t replica = 0; replica < seeds.size(); ++replica) {
@@ -174,7 +174,7 @@ std::vector<std::vector<std::uint64_t>> CompiledModel::seeds(Kind kind, int coun
   return seeds;
 }
 
-// What the loss finds where it sees values: labels that are no class. A program would leave these examples out.
+// Throws for labels that are no class, as the loss does where it sees values. A program would leave these examples out.
 void CompiledModel::check_labels(const Example& part, const Compiled& compiled) const {
   if (part.size() > 0 && part.weight.defined()) require_sample_weights(part.weight);
   if (part.size() == 0 || impl_.compiled->loss.name() != "sparse_categorical_crossentropy") return;

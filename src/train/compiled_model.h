@@ -1,4 +1,4 @@
-// A model's steps as compiled programs: for a strategy whose devices run those (TPUStrategy).
+// A model's steps as compiled programs, for a strategy whose devices run programs (TPUStrategy).
 #pragma once
 
 #include <compare>
@@ -16,12 +16,12 @@
 
 namespace lockstep::train {
 
-// A program is traced and compiled when its shapes come for the first time. Parts of a batch that are smaller than the
-// first ones were are filled up with examples that do not count, so that the same program serves them. Of one model and
-// its optimizer; one thread at a time. Collective over the strategy's workers.
+// Traces and compiles a program when its shapes come for the first time. Parts of a batch that are smaller than the
+// first ones were are filled up with examples that do not count, so the same program serves them. For one model and its
+// optimizer; one thread at a time. Collective over the strategy's workers.
 class CompiledModel final : public Execution {
  public:
-  // number: among the strategy's models.
+  // number: the model's, among the strategy's models.
   CompiledModel(ModelImpl& impl, std::int64_t number) : Execution(impl), number_(number) {}
 
   bool reads_ahead() const override { return true; }
@@ -39,10 +39,10 @@ class CompiledModel final : public Execution {
  private:
   enum class Kind { train, evaluate, predict };
 
-  using Input = std::vector<Example>;  // of one replica in one launch: [step]
+  using Input = std::vector<Example>;  // one replica's in one launch: [step]
 
   struct Compiled {
-    std::int64_t rows = 0;  // of a replica's part
+    std::int64_t rows = 0;  // rows of a replica's part
     std::vector<std::int64_t> output_sizes;
     std::unique_ptr<ops::CompiledProgram> program;
   };
@@ -67,12 +67,12 @@ class CompiledModel final : public Execution {
   std::vector<PerReplica<StepResult>> counted(const Launch& launch, const std::vector<std::vector<Tensor>>& results,
                                               Tracker& tracker) const;
   std::vector<std::vector<std::uint64_t>> seeds(Kind kind, int count) const;
-  int steps(Kind kind, const std::vector<Input>& inputs) const;  // of a launch
+  int steps(Kind kind, const std::vector<Input>& inputs) const;  // a launch's steps
   bool has_metrics() const;
   bool updates(const std::vector<Input>& inputs, std::size_t step) const;
 
   const std::int64_t number_;
-  // By kind, steps of a launch, and shapes.
+  // [kind, steps of a launch, shapes]
   std::map<std::tuple<Kind, int, Shapes>, std::shared_ptr<const Compiled>> programs_;
 };
 

@@ -21,12 +21,12 @@ constexpr const char *kLoop = "loop", *kEpoch = "epoch", *kIndex = "index", *kSt
 
 std::string joined(const std::string& prefix, const char* name) { return prefix.empty() ? name : prefix + "/" + name; }
 
-// Where a loop is.
+// How far a loop has come.
 struct Place {
-  Position position;          // of the next batch
-  std::int64_t steps = 0;     // made
-  std::int64_t sections = 0;  // completed: steps, and other calls
-  std::uint64_t seed = 0;     // of the replicas' random numbers, with `sections`
+  Position position;          // that of the next batch
+  std::int64_t steps = 0;     // steps made
+  std::int64_t sections = 0;  // sections completed: steps, and other calls
+  std::uint64_t seed = 0;     // the replicas' random numbers follow from it and `sections`
 
   void save(Archive& archive, const std::string& prefix) const {
     const auto set = [&](const char* name, auto value) { archive.entries[joined(prefix, name)] = text(value); };
@@ -145,7 +145,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
     });
   }
 
-  // Its random numbers are its own, however often it is called.
+  // Gives a section its own random numbers, the same however often the section is made.
   void begin_section() { strategy().set_runs(place.seed, static_cast<std::uint64_t>(place.sections)); }
 
   const Communicator& workers() const { return strategy().topology().all; }
@@ -185,7 +185,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   const std::map<std::string, Trackable> objects_;
   train::SignalGuard signals_{true};
   const std::unique_ptr<train::Training> training_ = train::Training::of(*this, &signals_);
-  std::optional<bool> takes_part_;  // false: a newcomer that has come too late
+  std::optional<bool> takes_part_;  // false: a newcomer that came too late
 };
 
 ElasticLoop::ElasticLoop(const Strategy& strategy, const ReplicatedModule& module, const ReplicatedOptimizer& optimizer,

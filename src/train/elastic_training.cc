@@ -14,7 +14,7 @@
 namespace lockstep::train {
 namespace {
 
-constexpr std::chrono::milliseconds kBetweenQuestions(50);  // whether newcomers have come
+constexpr std::chrono::milliseconds kBetweenQuestions(50);  // between two agreements on whether newcomers have come
 
 }  // namespace
 
@@ -44,7 +44,7 @@ void ElasticTraining::end() {
 }
 
 void ElasticTraining::run(const std::function<Numbers()>& act, const Finish& finish) {
-  // Others may be in another training when the Group is replaced, but not in another section.
+  // Others may be in another training when the Group is replaced; when act is called, all are in this section.
   const auto act_in_group = [&] {
     worker_.use_new_group();
     return act();
@@ -78,14 +78,14 @@ Training::Says ElasticTraining::says(bool stops) {
 
 void ElasticTraining::change_workers(const std::function<void()>& save) {
   if (agreed_[interrupted] > 0 || stopping()) return;
-  if (!agreed_by_these_workers()) return agree_again();  // some were lost in a section since, of a callback
+  if (!agreed_by_these_workers()) return agree_again();  // workers were lost since, in a callback's section
   if (too_few()) wait_for_newcomers(save);
   std::vector<int> leaving;
   if (agreed_[terminated] > 0) {
     leaving = rows_that_leave();
     if (!agreed_by_these_workers()) return agree_again();
     if (rows() - static_cast<int>(leaving.size()) < options().min_workers) leaving.clear();
-    if (worker_.leaves_in_turn() && !leaving.empty()) leaving.resize(1);  // the others after the next steps
+    if (worker_.leaves_in_turn() && !leaving.empty()) leaving.resize(1);  // the others leave after later steps
   }
   if (agreed_[newcomers] == 0 && leaving.empty()) return;
   const int row = worker_.rank() / worker_.row_size();
@@ -94,7 +94,7 @@ void ElasticTraining::change_workers(const std::function<void()>& save) {
   if (!leaving.empty()) agree_again();
 }
 
-// Who is told to leave says so again after the next step.
+// A worker that is told to leave says so again after the next step.
 void ElasticTraining::agree_again() { agreed_[terminated] = 0; }
 
 // Takes in newcomers, and lets this worker go where it `leaves`. False where all have regrouped since the agreement,
@@ -103,12 +103,12 @@ bool ElasticTraining::change(bool leaves) {
   elastic::Change change{.leaves = leaves};
   if (open_) change.newcomers = open_->newcomers();
   const bool changed = sections_.change(change);
-  if (changed && leaves) open_.reset();  // it goes on without this worker
+  if (changed && leaves) open_.reset();  // the training goes on without this worker
   if (open_) open_->on_change();
   return changed;
 }
 
-// Those with a worker that was told to end. Collective.
+// Returns the rows with a worker that was told to end. Collective.
 std::vector<int> ElasticTraining::rows_that_leave() {
   std::vector<int> leaving;
   const auto gather = [this] {
@@ -126,7 +126,7 @@ std::vector<int> ElasticTraining::rows_that_leave() {
   return leaving;
 }
 
-// Those that remain wait together, for a bounded time. Newcomers that come meanwhile do too, until there are enough.
+// The workers that remain wait together, for a bounded time, as do newcomers that come, until there are enough.
 void ElasticTraining::wait_for_newcomers(const std::function<void()>& save) {
   const auto deadline = Deadline::after(std::chrono::duration<double>(options().join_seconds));
   worker_.waits = true;
@@ -147,7 +147,7 @@ void ElasticTraining::wait_for_newcomers(const std::function<void()>& save) {
   } while (too_few());
 }
 
-// By the last agreement, which is the same for all.
+// These follow from the last agreement, which is the same for all.
 int ElasticTraining::rows() const { return static_cast<int>(workers()) / worker_.row_size(); }
 bool ElasticTraining::too_few() const { return rows() < options().min_workers; }
 

@@ -33,7 +33,7 @@ class ElasticTraining final : public Training {
   void agree_again();
   bool change(bool leaves);
   std::vector<int> rows_that_leave();
-  int rows() const;  // of workers that have one copy of the model together
+  int rows() const;  // rows of the mesh, each with one copy of the model
   bool too_few() const;
 
   StrategyImpl& strategy() const { return worker_.strategy(); }
@@ -41,9 +41,9 @@ class ElasticTraining final : public Training {
 
   elastic::Sections sections_;
   std::unique_ptr<elastic::OpenTraining> open_;  // from take_part to the end
-  std::int64_t agreed_in_ = 0;                   // the generation
-  bool has_waited_ = false;                      // the chief, for newcomers, as long as it may
-  bool told_to_leave_ = false;                   // when this worker last said whether it was
+  std::int64_t agreed_in_ = 0;                   // the generation of the last agreement
+  bool has_waited_ = false;                      // the chief has waited for newcomers as long as it may
+  bool told_to_leave_ = false;                   // whether it was, in this worker's last agreement
 };
 
 }  // namespace lockstep::train

@@ -68,7 +68,7 @@ class SameBatches {
         hash_of_options_(hash_of(options_)) {}
 
   // The numbers of a batch, which is hashed before the next one is read: two whole numbers of 16 bits, and the sum of
-  // their squares. Sums over the workers are exact, and so are the squares of the sums for a thousand workers.
+  // their squares. Sums over the workers are exact, and so are their squares for a thousand workers.
   using Numbers = std::array<double, 3>;
   Numbers numbers_of(std::uint64_t hash, bool is_last) const {
     constexpr std::uint64_t kBits = (1U << 16) - 1;
@@ -77,9 +77,9 @@ class SameBatches {
     return {low, high, low * low + high * high};
   }
 
-  // `sums`: those of numbers_of. The batches are equal where the mean of the numbers' squares is the square of their
-  // mean. Where batches differ this is collective, and throws InvalidArgument on all workers, naming one and what
-  // differs.
+  // `sums`: the workers' sums of numbers_of. The batches are equal where the mean of the numbers' squares is the square
+  // of their mean. Where batches differ, this call is collective: it throws InvalidArgument on all workers, naming one
+  // and what differs.
   void check(std::span<const double> sums, std::int64_t batch, std::uint64_t hash, bool is_last) const {
     const auto& workers = impl_.topology.all;
     if (sums[0] * sums[0] + sums[1] * sums[1] == sums[2] * workers.size()) return;
@@ -101,7 +101,7 @@ class SameBatches {
 // The global batches of a data set, at most `steps` of them if that is above 0.
 class Batches {
  public:
-  // Reads the first one. Collective: where a worker has no batch, all throw.
+  // Reads the first batch. Collective: where a worker has no batch, all throw.
   Batches(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps)
       : steps_(steps), same_(impl, caller, data, steps) {
     const auto& strategy = unwrap(impl.strategy);
@@ -115,8 +115,8 @@ class Batches {
     if (!next_) throw collective::RefusedByAll(impl.topology.all, kEmpty);
   }
 
-  // Calls visit(batch) for each; returns how many there were. After each it calls finish(numbers), which returns their
-  // sums over the workers: so what compares batches may go with other sums.
+  // Calls visit(batch) for each batch, and returns how many there were. After each batch it calls finish(numbers),
+  // which returns their sums over the workers: so the comparison of batches may go with other sums.
   template <class Visit, class Finish>
   std::int64_t for_each(const Visit& visit, const Finish& finish) {
     const bool compares = same_.are_compared(*iterator_);
@@ -145,7 +145,7 @@ class Batches {
   std::optional<PerReplica<internal::Part>> next_;
 };
 
-// Throws where this worker cannot evaluate. Communicates with nobody.
+// Throws where this worker cannot evaluate. Not collective.
 void require_evaluable(const ModelImpl& impl, const Dataset& data, std::int64_t steps) {
   if (impl.topology.is_newcomer() && impl.topology.is_split) {
     throw ClusterError(
@@ -171,7 +171,7 @@ void with_batches(const ModelImpl& impl, const char* caller, const Dataset& data
   });
 }
 
-// The workers' outputs for a batch, in order. A worker may have none; undefined where none has any.
+// Returns the workers' outputs for a batch, in order; undefined where no worker has any.
 Tensor rows_of_all(const Communicator& workers, const std::vector<Tensor>& here) {
   if (workers.size() == 1) return here.empty() ? Tensor() : at::cat(here);
   const auto kinds = workers.all_gather(
@@ -187,7 +187,7 @@ Tensor rows_of_all(const Communicator& workers, const std::vector<Tensor>& here)
   return all_gather(workers.group(), mine, workers.deadline());
 }
 
-// One after the other. Batches may have outputs of different lengths, and the user must know that they do.
+// Joins the batches' outputs. Their lengths may differ, as the user must know.
 Tensor one_after_the_other(const std::vector<Tensor>& batches) {
   std::vector<Tensor> some;
   for (const auto& batch : batches) {
@@ -202,14 +202,14 @@ Tensor one_after_the_other(const std::vector<Tensor>& batches) {
   return at::cat(some).contiguous();  // convolutions on CPUs leave channels last
 }
 
-// On the host, of the replicas that have some.
+// Returns the outputs of the replicas that have some, on the host.
 std::vector<Tensor> on_host(const std::vector<Tensor>& parts) {
   auto here = ops::defined_of(parts);
   for (auto& part : here) part = part.cpu();
   return here;
 }
 
-// How many batches, and the logs.
+// Returns the number of batches, and the logs.
 std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset& data, std::int64_t steps) {
   auto& impl = unwrap(model);
   train::Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.topology.all);
@@ -227,7 +227,7 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
   return {count, tracker.logs()};
 }
 
-// One tensor a batch.
+// Returns one tensor a batch.
 std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std::int64_t steps) {
   auto& impl = unwrap(model);
   std::vector<Tensor> outputs;

@@ -7,8 +7,8 @@
 
 namespace lockstep::train {
 
-// Model::evaluate without its calls of other processes: `steps` batches, 0 for all. Returns loss and metrics. Throws as
-// evaluate.
+// Does what Model::evaluate does, without calls of other processes: `steps` batches, 0 for all. Returns loss and
+// metrics. Throws as evaluate.
 Logs evaluate_values(const Model& model, const Dataset& data, std::int64_t steps);
 
 }  // namespace lockstep::train

@@ -8,14 +8,14 @@
 
 namespace lockstep::train {
 
-// Of an example's tensors, without the batch's dimension: the same program serves all batches of one kind.
+// The sizes of an example's tensors, without the batch's: the same program serves all batches with the same ones.
 using Shapes = std::vector<std::int64_t>;
 Shapes shapes_of(const Example& batch);
 
-// x, y and weight, where it has them.
+// Returns x, y and weight, where the example has them.
 std::vector<Tensor> defined_of(const Example& example);
 
-// The first `count` examples.
+// Returns the first `count` examples.
 Example first_of(const Example& batch, std::int64_t count);
 
 }  // namespace lockstep::train

@@ -32,7 +32,7 @@ Tensor Execution::forward(int replica, const Tensor& x) const {
 }
 
 Tensor Execution::outputs_of(int replica, const Example& part) const {
-  // Some layers would take an example for a batch. A module of the user's own may take both.
+  // Some layers would take one example for a batch. A module of the user's own may accept both.
   if (!impl_.layers.empty() && part.x.dim() + 1 == static_cast<std::int64_t>(impl_.built_for.size())) {
     throw InvalidArgument(
         text("the model cannot take ", batch_named(part), ": it was built for batches of shape [batch, ",

@@ -15,17 +15,17 @@ class ModelImpl;
 
 namespace lockstep::train {
 
-// Of one model and its optimizer; one thread. Steps are collective over the strategy's workers.
+// The execution of one model's steps, with its optimizer; one thread. Steps are collective over the strategy's workers.
 class Execution {
  public:
-  // As the model's strategy and its parallelism are. `impl` must outlive it.
+  // Makes the execution that the model's strategy and parallelism need. `impl` must outlive it.
   static std::unique_ptr<Execution> of(ModelImpl& impl);
   explicit Execution(ModelImpl& impl) : impl_(impl) {}
   virtual ~Execution() = default;
   Execution(const Execution&) = delete;
   Execution& operator=(const Execution&) = delete;
 
-  using Parts = PerReplica<internal::Part>;  // of a batch
+  using Parts = PerReplica<internal::Part>;  // a batch's
 
   // Batches on their way to the devices that compute their steps.
   struct Prepared {
@@ -36,26 +36,26 @@ class Execution {
   virtual bool reads_ahead() const { return false; }
   virtual std::unique_ptr<Prepared> prepare(std::vector<Parts>& /*batches*/) { return nullptr; }
 
-  // A step for each batch, of which there are at most CompileOptions::steps_per_execution; each result is for
-  // Tracker::add_batch. `prepared`: what `prepare` made of them, or null. `meanwhile` is called while devices compute.
+  // Makes a step for each batch, at most CompileOptions::steps_per_execution; each result is for Tracker::add_batch.
+  // `prepared`: the result of `prepare` for these, or null. Calls `meanwhile` while devices compute.
   virtual std::vector<PerReplica<StepResult>> train(std::vector<Parts>& batches, Tracker& tracker,
                                                     std::unique_ptr<Prepared> prepared = {},
                                                     const std::function<void()>& meanwhile = {}) = 0;
 
   virtual PerReplica<StepResult> evaluate(Parts& batch, Tracker& tracker) = 0;
 
-  // The outputs for each replica's examples; undefined where it has none.
+  // Returns the outputs for each replica's examples; undefined where it has none.
   virtual std::vector<Tensor> predict(Parts& batch) = 0;
 
   // Brings the values here that evaluate and predict need.
   virtual void fetch_for_forward() const;
 
-  // After the optimizer, or the parameters that are trained, changed: a step that is played again, or compiled, is made
-  // anew.
+  // Call it after the optimizer, or the parameters that are trained, changed: a step that is replayed, or compiled, is
+  // made anew.
   virtual void forget_steps() {}
 
  protected:
-  // A replica's forward. Throws InvalidArgument naming the batch where LibTorch refuses it.
+  // Computes a replica's forward. Throws InvalidArgument naming the batch where LibTorch refuses it.
   Tensor outputs_of(int replica, const Example& part) const;
   virtual Tensor forward(int replica, const Tensor& x) const;
 
@@ -65,7 +65,7 @@ class Execution {
   ModelImpl& impl_;
 };
 
-// "a batch of shape [4, 3] and dtype float": for messages.
+// Returns "a batch of shape [4, 3] and dtype float", for messages.
 std::string batch_named(const Example& part);
 
 }  // namespace lockstep::train

@@ -70,13 +70,13 @@ class Fit {
  private:
   bool begin() {
     take_part();
-    each([](Callback& callback) { callback.on_train_begin(); });  // BackupAndRestore changes the progress here
+    each([](Callback& callback) { callback.on_train_begin(); });  // BackupAndRestore changes the progress in it
     agree();
     train::compare_states(model_);
     return true;
   }
 
-  // In place of it, in a fit that runs. False where it has ended.
+  // Does what `begin` does, for a newcomer to a fit that runs. False where the fit has ended.
   bool join() {
     each([](Callback& callback) { callback.on_join(); });
     if (!take_part()) return false;
@@ -109,7 +109,7 @@ class Fit {
       const auto read = [&] {
         change = nullptr;
         for (std::size_t i = 0; i < callbacks_.size() && !change; ++i) change = callbacks_[i]->on_state_lost();
-        workers().any(false);  // where it returns on one, all have read it
+        workers().any(false);  // where it returns on one worker, all have read it
         return train::Training::Numbers();
       };
       try {
@@ -121,7 +121,7 @@ class Fit {
         impl_.agreed_to_stop = false;
         ended_epoch_.reset();
         agree();
-      } catch (const StateLost&) {  // once more
+      } catch (const StateLost&) {  // the loop tries again
         found = false;
       }
     }
@@ -186,7 +186,7 @@ class Fit {
     if (steps_->was_interrupted()) throw_if_interrupted();
     if (progress().batch < options_.steps_per_epoch && !stopping()) stop_for_lack_of_data();
     if (progress().batch == 0 && !stopping()) throw InvalidArgument("fit: the data set yielded no batch");
-    if (progress().batch == 0) return;  // stopped before its first step
+    if (progress().batch == 0) return;  // the fit was stopped before its first step
     finish_epoch(epoch);
     throw_if_interrupted();
   }
@@ -219,7 +219,7 @@ class Fit {
     });
   }
 
-  // What this worker has computed since its last step, among zeros: [rank].
+  // Returns the seconds that this worker has computed since its last step, among zeros: [rank].
   std::vector<double> seconds_of_workers() {
     std::vector<double> seconds(static_cast<std::size_t>(peers().size()));
     const auto& times = impl_.times;
@@ -228,7 +228,7 @@ class Fit {
     return seconds;
   }
 
-  // The numbers above are the last ones of these sums.
+  // `sums` ends with the workers' seconds.
   void look_for_stragglers(std::span<const double> sums) {
     if (!impl_.strategy.is_chief() || !computes_alone_) return;
     const auto workers = static_cast<std::size_t>(std::lround(training_->workers()));
@@ -240,7 +240,7 @@ class Fit {
     log_warning(text("fit: ", said, number));
   }
 
-  // The worker that was it is lost; at the end of an epoch perhaps before its callbacks were called.
+  // The earlier chief is lost, at the end of an epoch perhaps before its callbacks were called.
   void become_chief() {
     for (const auto& callback : callbacks_) {
       if (callback->only_on_chief()) callback->on_become_chief();
@@ -253,7 +253,7 @@ class Fit {
     }
   }
 
-  // After a whole step or epoch.
+  // Call it after a whole step or epoch.
   void throw_if_interrupted() {
     const int signal = training_->signal();
     if (signal == 0) return;
@@ -262,12 +262,12 @@ class Fit {
     throw Interrupted(signal);
   }
 
-  // Every callback may save, also when another one fails to.
+  // Lets every callback save, also when another one fails to save.
   void save_at_interrupt() {
     each([](Callback& callback) {
       try {
         callback.on_interrupt();
-      } catch (const StateLost&) {  // the next callback must not save what is left
+      } catch (const StateLost&) {  // the next callback must not save the rest
         throw;
       } catch (const std::exception& error) {
         log_warning(text("a callback could not save at the interruption: ", error.what()));
@@ -282,7 +282,7 @@ class Fit {
     impl_.stopping = impl_.agreed_to_stop = impl_.out_of_data = true;
   }
 
-  // A callback may have changed it.
+  // Reads requires_grad again: a callback may have changed it.
   void follow_requires_grad() {
     const auto before = impl_.frozen;
     impl_.follow_requires_grad();
@@ -352,16 +352,16 @@ class Fit {
   ModelImpl& impl_;
   const FitOptions& options_;
   const Dataset data_;
-  std::optional<Dataset> validation_data_;  // whose first element is kept
+  std::optional<Dataset> validation_data_;  // keeps its first element
   train::SignalGuard signals_;
   train::FitWorker worker_;
   const std::unique_ptr<train::Training> training_;
   train::Stragglers stragglers_;
-  double computed_ = 0;                 // seconds, until the last step
+  double computed_ = 0;                 // seconds that were computed until the last step
   const bool computes_alone_;           // without waiting for a GPU, or for other workers in forward and backward
   std::vector<AnyCallback> callbacks_;  // in the order of their calls
-  std::size_t called_ = 0;              // of them, in the calls of all that are being made, or were made last
-  std::optional<std::pair<int, Logs>> ended_epoch_;  // whose on_epoch_end calls not all workers have made yet
+  std::size_t called_ = 0;              // callbacks called in the current call of all, or in the last one
+  std::optional<std::pair<int, Logs>> ended_epoch_;  // some worker may lack its on_epoch_end calls
   std::unique_ptr<train::StepSource> steps_;
 };
 

@@ -23,7 +23,7 @@ bool are_of_one_class(const Tensor& y) {
          (y.sum(-1, false, at::kDouble) - 1).abs().le(kTolerance).all().item<bool>();
 }
 
-// The class of each example, or position: [batch, ...].
+// Returns the class of each example, or of each position: [batch, ...].
 Tensor labels_of(const Tensor& y, bool sparse) {
   auto labels = y;
   if (y.dim() > 1 && y.size(-1) == 1) {
@@ -41,7 +41,7 @@ Tensor labels_of(const Tensor& y, bool sparse) {
   return labels.to(at::kLong).contiguous();
 }
 
-// Sample weights of examples, for each of their labels.
+// Repeats the examples' sample weights for each of their labels.
 Tensor for_each_label(const Tensor& weight, const Tensor& labels) {
   if (weight.numel() == labels.numel()) return weight.reshape(labels.sizes());
   auto wider = weight;
@@ -67,7 +67,7 @@ Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& clas
   return batch;
 }
 
-// All entries are there.
+// Throws where a callback is null.
 void check_given(const FitOptions& options) {
   for (std::size_t i = 0; i < options.callbacks.size(); ++i) {
     if (options.callbacks[i].operator->() == nullptr) throw InvalidArgument(text("fit: callback ", i, " is null"));

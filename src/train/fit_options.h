@@ -11,20 +11,20 @@ namespace lockstep::train {
 // Throws InvalidArgument naming an option that no correct program passes.
 void check_fit_options(const Dataset& data, const FitOptions& options);
 
-// Throws InvalidArgument where the fit validates and `kept`, its validation_data with their first element kept, have no
-// batch. Reads the first one where their number is not known.
+// Throws InvalidArgument where the fit validates and `kept` has no batch: validation_data that keep their first
+// element. Reads the first batch where their number is not known.
 void require_validation_data(const std::optional<Dataset>& kept, const FitOptions& options,
                              const internal::LocalReplicas& replicas);
 
-// The loss and the metrics, a line each.
+// Prints the loss and the metrics, one a line.
 std::string describe_compiled(const ModelImpl& model);
 
-// All processes that make the same steps must have these lines in common: of what was compiled, of the options'
-// numbers, and of the first batch. Where processes read their own data, the first batch's shape stands for the batch.
+// Prints what all processes that make the same steps must have in common: the compiled settings, the options' numbers,
+// and the first batch. Where processes read their own data, the first batch's shape stands for the batch.
 std::string describe_fit(const ModelImpl& model, const Dataset& data, const FitOptions& options,
                          const internal::LocalReplicas& replicas);
 
-// The data set with sample weights multiplied by class_weight, by the labels that the model's loss reads.
+// Returns the data set with sample weights multiplied by class_weight, by the labels that the model's loss reads.
 Dataset weighed(const ModelImpl& model, const Dataset& data, const FitOptions& options);
 
 }  // namespace lockstep::train

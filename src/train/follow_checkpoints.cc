@@ -24,7 +24,7 @@ class Evaluator {
     }
   }
 
-  // The last checkpoint, if it is a new one.
+  // Evaluates the last checkpoint, where it is a new one.
   void evaluate_last() {
     const auto path = servers_.last_checkpoint(*strategy::servers_of(*impl_.gradients));
     if (!path) return;
@@ -42,7 +42,7 @@ class Evaluator {
   }
 
  private:
-  // It may be one that is being replaced.
+  // A checkpoint that cannot be read may be one that is being replaced.
   void warn_if_it_stays(const char* why) {
     if (!readable_by_) readable_by_ = Deadline::after(kToReplace);
     if (!readable_by_->passed() || std::exchange(warned_, true)) return;

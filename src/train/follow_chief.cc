@@ -24,7 +24,7 @@ class Batches {
  public:
   explicit Batches(DistributedDataset data) : data_(std::move(data)) {}
 
-  // Each replica's part of part `part` of `parts` of a batch; nothing behind the last. Cheap where places ascend.
+  // Returns each replica's part of part `part` of `parts` of a batch; none after the last. Cheap where places ascend.
   std::optional<PerReplica<internal::Part>> at(Position position, int part, int parts) {
     const bool same_epoch = iterator_ && iterator_->position().epoch == position.epoch;
     if (same_epoch && iterator_->position().index == position.index + 1) {
@@ -142,7 +142,7 @@ class Worker {
   std::int64_t chief_ = 0, changes_ = 0;  // ChiefState's, of the values that this process has
 };
 
-// The chief's fit fails with what the worker throws.
+// Tells the chief why this worker fails: the chief's fit fails with that.
 void tell_chief(parameter_server::ServerCluster& servers, std::int64_t call, const std::string& what) {
   const Report report{.kind = Report::Kind::failed, .task = {}, .error = what};
   const auto deadline = Deadline::after(std::chrono::seconds(10));

@@ -1,4 +1,4 @@
-// Says where a worker hangs.
+// Shows where a worker hangs.
 #pragma once
 
 #include <string>
@@ -8,9 +8,9 @@
 
 namespace lockstep::train {
 
-// While it lives, and other workers could wait for this one: where no batch has ended for half of the timeout of their
-// communication, the stacks of this process's threads are logged, once until one ends. Those of a worker that waits for
-// others show the operation in which it does.
+// Watches the batches while it lives, where other workers could wait for this one. Where no batch has ended for half of
+// the communication's timeout, it logs the stacks of this process's threads, once until a batch ends. The stacks of a
+// worker that waits for others show the operation in which it waits.
 class HangWatch {
  public:
   HangWatch(const StrategyImpl& strategy, const std::string& what);

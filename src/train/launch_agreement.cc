@@ -28,7 +28,7 @@ void check_alike(const Inputs& inputs) {
   }
 }
 
-// "x Float [28, 28], y Long []": of one example.
+// Returns "x Float [28, 28], y Long []", for one example.
 std::string described(const Example& part) {
   std::string tensors;
   for (const auto& [name, tensor] :
@@ -39,7 +39,7 @@ std::string described(const Example& part) {
   return tensors;
 }
 
-// What a worker tells the others.
+// A worker's message to the others.
 struct Told {
   std::int64_t rows = 0;
   std::string updates;  // [step]: 1 or 0
@@ -65,7 +65,7 @@ std::string bytes_of(const Example& row) {
   return bytes;
 }
 
-// The example of these bytes, with the shapes of `none`, which has none.
+// Returns the example of these bytes, with the shapes of `none`, a part without examples.
 Example row_of(const std::string& bytes, const Example& none) {
   std::size_t at = 0;
   const auto next = [&](const Tensor& like) {

@@ -10,7 +10,7 @@
 namespace lockstep::train {
 namespace {
 
-// What each of two workers, whose launches these are, gets or throws.
+// A worker's launch of two, and its result or error.
 struct Launch {
   std::string name = "the training step";
   std::vector<Example> steps;  // of its one replica
@@ -51,7 +51,7 @@ TEST(LaunchAgreement, AWorkerWithoutExamplesGetsOne) {
   }
 }
 
-// As where one is in fit, with several steps a launch, and the other evaluates.
+// One worker is in fit, with several steps a launch, and the other evaluates.
 TEST(LaunchAgreement, OtherLaunchesAreRefusedOnAll) {
   const Launch fits{.steps = std::vector<Example>(20, rows(2)), .updates = std::vector<bool>(20, true)};
   const Launch evaluates{.name = "the evaluation step", .steps = {rows(2)}, .updates = {false}};

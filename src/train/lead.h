@@ -19,19 +19,19 @@ class ModelImpl;
 
 namespace lockstep::train {
 
-// This class is for processes that make all calls alike. One thread.
+// The lead of processes that make all calls alike. One thread.
 class Lead {
  public:
-  // As the model's strategy is; `impl` must outlive it.
+  // Makes the lead that the model's strategy needs; `impl` must outlive it.
   static std::unique_ptr<Lead> of(ModelImpl& impl);
   explicit Lead(ModelImpl& impl) : impl_(impl) {}
   virtual ~Lead() = default;
   Lead(const Lead&) = delete;
   Lead& operator=(const Lead&) = delete;
 
-  // Returns what act() returns. Of processes that a chief leads it calls act() on the chief alone: the others call
-  // follow(number of the call), which returns the outcome of the chief's; without `follow` they wait for that. In a fit
-  // it is act(). A chief that was started again does not act where the one before it had an outcome.
+  // Returns what act() returns. Where a chief leads, only the chief calls act(). The others call follow(number of the
+  // call), which returns the outcome of the chief's; without `follow` they wait for the chief's outcome. In a fit it is
+  // act(). A chief that was started again does not act where the earlier chief had an outcome.
   using Follow = std::function<std::string(std::int64_t call)>;
   template <class Act>
   auto call(const std::string& name, const Act& act, const Follow& follow = {}) -> decltype(act());
@@ -39,31 +39,31 @@ class Lead {
   // Calls act(). A chief calls it alone, and, outside of fit, once however often it is started again.
   virtual void once(const std::function<void()>& act) const { act(); }
 
-  // Before a fit: a chief that was started again loads what the servers do not have.
+  // Prepares a fit: a chief that was started again loads what the servers do not have.
   virtual void prepare_fit(const Dataset& /*data*/) {}
   virtual std::unique_ptr<StepSource> steps(const Dataset& data, const FitOptions& options) const;
 
   // A replica's weight for a loss that is a sum: 1 on replica 0, with or without examples, and 0 on the others.
   virtual double weight_of_sum(const ReplicaContext& replica) const;
 
-  // Brings the values here that others have updated.
+  // Brings values here that other processes have updated.
   virtual void fetch() const;
 
-  // Collective, in a section. The model is built, and compiled for a checkpoint.
+  // Write files. Collective, in a section. The model is built, and compiled for a checkpoint.
   virtual void write_weights(const std::string& path) const;
   virtual void write_checkpoint(const std::string& path) const;
 
-  // As the public calls.
+  // Does what the public call does.
   virtual void load_checkpoint(const std::string& path) const;
 
-  // After weights were loaded.
+  // Call it after weights were loaded.
   virtual void tell_of_weights() const {}
 
   // True where servers write their variables into a checkpoint while workers go on with their steps.
   virtual bool has_servers_checkpoints() const { return false; }
 
  protected:
-  // Returns the call's outcome where this process does not act; else, after its act(), `end` or `fail` follows.
+  // Returns the call's outcome where this process does not act; else `end` or `fail` follows its act().
   virtual std::optional<std::string> begin(const std::string& /*name*/, const Follow& /*follow*/) { return {}; }
   virtual void end(const std::function<std::string()>& /*outcome*/) {}
   virtual void fail(const std::exception& /*error*/) {}

@@ -74,7 +74,7 @@ void LedByChief::write_checkpoint(const std::string& path) const {
   once([&] { write_with_servers(path); });
 }
 
-// The servers write the values that they have.
+// Writes a checkpoint in which servers write the values that they have.
 void LedByChief::write_with_servers(const std::string& path) const {
   const auto own_state = [&] {
     load_reported_buffers(*impl_.parameters, servers_.coordinator().buffers());
@@ -108,7 +108,7 @@ void LedByChief::load_with_servers(const std::string& path) const {
   fetch();
 }
 
-// With this process's values of the variables that servers have.
+// Adds this process's values of the variables that servers have.
 Archive LedByChief::with_own_variables(Archive archive) const {
   const auto& parameters = *impl_.parameters;
   for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
@@ -123,7 +123,7 @@ void LedByChief::tell_of_weights() const {
   if (servers_.is_chief()) tell_workers();
 }
 
-// The workers have older values of what the model has beside the servers' variables.
+// Tells the workers that they have older values of the state that is not on servers.
 void LedByChief::tell_workers() const {
   if (is_in_fit()) return servers_.coordinator().change_state(print_local_state(impl_));
   servers_.coordinator().forget_buffers();

@@ -13,7 +13,7 @@ namespace lockstep::train {
 
 class LedByChief final : public Lead {
  public:
-  // `servers`: this process among the others, which must outlive it.
+  // `servers`: this process among the others; it must outlive this.
   LedByChief(ModelImpl& impl, parameter_server::ServerCluster& servers) : Lead(impl), servers_(servers) {}
 
   void once(const std::function<void()>& act) const override;
@@ -24,7 +24,7 @@ class LedByChief final : public Lead {
   // parts.
   double weight_of_sum(const ReplicaContext& replica) const override;
 
-  // On the chief, during a fit, also what the workers have reported of their buffers.
+  // On the chief, during a fit, brings also the buffers that workers have reported.
   void fetch() const override;
 
   void write_weights(const std::string& path) const override;
@@ -46,10 +46,10 @@ class LedByChief final : public Lead {
   void tell_workers() const;
 
   parameter_server::ServerCluster& servers_;
-  std::int64_t call_ = 0;  // the number of the one that the chief makes
+  std::int64_t call_ = 0;  // the number of the call that the chief makes
 };
 
-// For the chief of a cluster with parameter servers, whose fit is call number `call`.
+// Makes the steps of the chief of a cluster with parameter servers, whose fit is call number `call`.
 std::unique_ptr<StepSource> assigned_steps(ModelImpl& impl, parameter_server::ServerCluster& servers, std::int64_t call,
                                            const Dataset& data, const FitOptions& options);
 

@@ -1,4 +1,4 @@
-// What a model has beside the variables of parameter servers: frozen parameters, buffers, and the seed.
+// The state of a model beside the variables of parameter servers: frozen parameters, buffers, and the seed.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace lockstep::train {
 
-// Of the chief, for its workers. Throws DataError for what is none.
+// Print the chief's state, and load it on a worker, which throws DataError for other bytes.
 std::string print_local_state(const ModelImpl& impl);
 void load_local_state(ModelImpl& impl, const std::string& printed);
 
@@ -19,13 +19,13 @@ class ChangedBuffers {
  public:
   explicit ChangedBuffers(const ReplicatedParameters& parameters);
 
-  // The buffers that changed since the last call, by number: their mean over the worker's replicas. Under the number
-  // after the last buffer's: how many examples the replicas have seen.
+  // Returns the buffers that changed since the last call, by number: their mean over the worker's replicas. The number
+  // after the last buffer's has the count of examples that the replicas have seen.
   std::map<int, std::string> take();
 
  private:
   const ReplicatedParameters& parameters_;
-  // [buffer][replica]: LibTorch's batch_norm does not count what it writes as a new version
+  // [buffer][replica]: hashes, since LibTorch's batch_norm does not count its writes as new versions
   std::vector<std::vector<std::uint64_t>> hashes_;
 };
 

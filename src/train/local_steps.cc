@@ -87,15 +87,15 @@ class LocalSteps final : public StepSource {
   // The batches of a step, or of those that are launched together, and where the data set is after them.
   struct Read {
     std::vector<PerReplica<internal::Part>> batches = {};
-    std::int64_t first_size = 0;  // of the first one, before it was divided
+    std::int64_t first_size = 0;  // the first one's, before it was divided
     Position position = {};
     std::int64_t examples = 0;
-    std::optional<std::uint64_t> hash = {};  // of the last batch's data, where others are read before it is compared
+    std::optional<std::uint64_t> hash = {};  // the last batch's, where others are read before it is compared
     std::unique_ptr<Execution::Prepared> prepared = {};
     std::exception_ptr error = {};  // of reading them
   };
 
-  // With `trained` batches of the epoch before them.
+  // Reads a step's batches; `trained` batches of the epoch come before them.
   Read read(std::int64_t trained) {
     const auto before = std::chrono::steady_clock::now();
     auto most = impl_.compiled->steps_per_execution;
@@ -122,8 +122,8 @@ class LocalSteps final : public StepSource {
                         : std::nullopt};
   }
 
-  // The next step's batches, which are copied to the devices while these compute this one. An error is thrown when
-  // their turn comes; with several workers at once, since others may wait for this one already.
+  // Reads the next step's batches, which are copied to the devices while these compute this one. An error is thrown
+  // when their turn comes; with several workers at once, since others may wait for this one.
   void read_ahead() {
     const auto trained = progress().batch + static_cast<std::int64_t>(read_.batches.size());
     if (options_.steps_per_epoch > 0 && trained >= options_.steps_per_epoch) return;
@@ -142,7 +142,7 @@ class LocalSteps final : public StepSource {
                                       of_workers ? std::optional(Distribution::one_a_worker) : std::nullopt);
   }
 
-  // The steps of the longest of the ranks' epochs; -1 where a rank does not know its own.
+  // Returns the steps of the longest of the ranks' epochs; -1 where a rank does not know its own.
   std::int64_t longest(std::int64_t steps) const {
     for (const auto& theirs : peers().all_gather(std::to_string(steps))) {
       const auto other = std::stoll(theirs);
@@ -153,8 +153,8 @@ class LocalSteps final : public StepSource {
 
   bool reads_what_others_read() const { return peers().size() > 1 && !iterator_->is_sharded(); }
 
-  // Where all workers must read the same batches, checks that they do: in the first step of each epoch, and as often as
-  // their copies are compared.
+  // Checks that workers that must read the same batches do so: in the first step of each epoch, and as often as their
+  // copies are compared.
   void compare_batches(std::int64_t batch) const {
     const auto every = impl_.gradients->compare_copies_every();
     if (!reads_what_others_read() || every == 0) return;
@@ -163,8 +163,8 @@ class LocalSteps final : public StepSource {
                                          " at step ", batch, " of epoch ", progress().epoch + 1));
   }
 
-  // Whether the restored position counts batches of another size, so that it must be found by examples. Throws where it
-  // cannot be found in this data.
+  // Returns true where the restored position counts batches of another size, so that it must be found by examples.
+  // Throws where it cannot be found in this data.
   bool restored_with_other_batch_size(const DistributedDataset& data) {
     const auto local = impl_.replicas();
     const int readers = data.is_sharded() ? local.workers.size() : 1;
@@ -194,7 +194,7 @@ class LocalSteps final : public StepSource {
     return true;
   }
 
-  // The largest size on any worker: where workers read their own batches, one may have less than a full batch.
+  // Returns the largest size on any worker: where workers read their own batches, one may have less than a full batch.
   std::int64_t largest_of_readers(std::int64_t size) const {
     if (progress().readers == 1) return size;
     for (const auto& theirs : peers().all_gather(std::to_string(size)))
@@ -210,11 +210,11 @@ class LocalSteps final : public StepSource {
   const Dataset data_;
   const FitOptions& options_;
   std::optional<DistributedIterator> iterator_;
-  Read read_;                                    // this step's
-  std::optional<Read> ahead_;                    // the next step's, where devices run programs
+  Read read_;                                    // this step's batches
+  std::optional<Read> ahead_;                    // the next step's batches, where devices run programs
   std::vector<PerReplica<StepResult>> results_;  // [batch], once they were trained
   std::vector<std::vector<double>> earlier_;     // the sums of all but the last batch
-  std::int64_t regroups_ = 0;                    // when the batch was divided
+  std::int64_t regroups_ = 0;                    // the number of regroups when the batch was divided
   std::int64_t examples_before_ = 0;             // of the epoch's data, before iterator_ began
   bool stopped_ = false;
 };
@@ -225,7 +225,7 @@ std::unique_ptr<StepSource> local_steps(ModelImpl& impl, const Dataset& data, co
   if (unwrap(impl.strategy).is_elastic()) {  // however many workers there are, the steps have the same batches
     const auto policy = data.options().auto_shard_policy;
     if (policy != AutoShardPolicy::automatic && policy != AutoShardPolicy::data) {
-      throw collective::RefusedByAll(  // they have the same policy
+      throw collective::RefusedByAll(  // all workers have the same policy
           impl.topology.peers,
           "fit: an elastic strategy needs a data set that all workers read: its auto_shard_policy must be "
           "AutoShardPolicy::automatic or data");

@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kEpsilon = 1e-7;  // keras.config.epsilon()
 
-// [batch] stays; else the mean over the last dimension.
+// Keeps values [batch]; else returns the mean over the last dimension.
 Tensor mean_of_last(const Tensor& values) { return values.dim() > 1 ? values.mean(-1) : values; }
 
 void check(const char* what, const CrossentropyOptions& options, bool smoothing_allowed) {

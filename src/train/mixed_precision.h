@@ -14,15 +14,15 @@ namespace lockstep::train {
 // A value, constant for a model.
 class ComputePolicy {
  public:
-  static ComputePolicy current();  // of set_global_policy
+  static ComputePolicy current();  // the policy of set_global_policy
 
   // Throws InvalidArgument where the policy cannot compute on one of the devices.
   void check(const std::vector<c10::Device>& devices) const;
 
-  // Outputs in float32 where the policy had them computed in 16 bits.
+  // Returns outputs in float32 where the policy had them computed in 16 bits.
   Tensor outputs(const Tensor& computed) const;
 
-  // The optimizer for this policy: with a loss scale where the 16-bit dtype cannot hold small gradients.
+  // Returns the optimizer for this policy: with a loss scale where the 16-bit dtype cannot hold small gradients.
   Optimizer wrapped(const Optimizer& optimizer) const;
 
   // While it lives, LibTorch's operators in this thread compute as the policy says on `device`.
@@ -42,7 +42,7 @@ class ComputePolicy {
 
  private:
   explicit ComputePolicy(std::optional<at::ScalarType> type) : type_(type) {}
-  std::optional<at::ScalarType> type_;  // dtype of products; none: that of the tensors
+  std::optional<at::ScalarType> type_;  // dtype of products; none: the tensors' own
 };
 
 }  // namespace lockstep::train

@@ -1,4 +1,4 @@
-// What is behind a Model.
+// The implementation of a Model.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -26,12 +26,12 @@ class Training;
 
 // How far a fit has come: what a full checkpoint needs besides the model to go on in the middle of an epoch.
 struct FitProgress {
-  int epoch = 0;           // that is running, or comes next
-  std::int64_t batch = 0;  // steps done in it
-  Position position;       // in the training data, in batches
-  // The position in examples, for going on with batches of another size: how many of the epoch's examples (of a
-  // worker's, where each reads its own) have been used. Batches have `batch_size` examples and begin at its multiples;
-  // 0: they begin elsewhere. `readers`: how many workers read their own data.
+  int epoch = 0;           // the epoch that runs, or comes next
+  std::int64_t batch = 0;  // steps done in the epoch
+  Position position;       // the position in the training data, in batches
+  // For going on with batches of another size, the position in examples: how many of the epoch's examples have been
+  // used (a worker's examples, where each reads its own). Batches have `batch_size` examples and begin at its
+  // multiples; 0: they begin elsewhere. `readers`: how many workers read their own data.
   std::int64_t examples = 0;
   std::int64_t batch_size = 0;
   int readers = 1;
@@ -47,7 +47,7 @@ namespace lockstep {
 
 class ModelImpl {
  public:
-  // Prefixes in a full checkpoint: of its state, the callbacks', and replicas' buffers.
+  // Prefixes in a full checkpoint: the optimizer's state, the callbacks', and replicas' buffers.
   static constexpr const char *kOptimizer = "optimizer", *kCallback = "callback", *kReplica = "replica";
 
   using Make = std::function<std::shared_ptr<torch::nn::Module>(const Example& sample)>;
@@ -55,7 +55,7 @@ class ModelImpl {
 
   using MakeLayers = std::function<parallel::Layers(const Example& sample)>;
 
-  // `layers_of`: where the model is made of layers, which can be cut into stages.
+  // `layers_of`: given where the model is made of layers, which can be cut into stages.
   ModelImpl(Make make_module, Forward forward_of, MakeLayers layers_of = {})
       : make(std::move(make_module)),
         forward(std::move(forward_of)),
@@ -67,62 +67,61 @@ class ModelImpl {
   // Makes the replicas for batches like `sample`, unless they are there. Applies weights that were loaded before.
   void build(const Example& sample);
 
-  // The same for the batches of a data set; `caller` begins the error where it is empty. Where a worker cannot, the
+  // Builds for the batches of a data set; `caller` begins the error where it is empty. Where a worker cannot build, the
   // others are told.
   void build_for(const Dataset& data, const char* caller);
   void make_gradient_path();
   void require_built(const char* caller) const;
-  void require_own(const char* caller) const;  // throws InvalidArgument where it is a part of another model
+  void require_own(const char* caller) const;  // throws InvalidArgument for a part of another model
   void require_compiled(const char* caller) const;
   void require_trainable() const;
 
-  // Before a fit, an epoch or a step: replica 0's requires_grad holds for all replicas from now on. Throws
-  // InvalidArgument for a parameter of which the optimizer has no state, since it was frozen when the model was
-  // compiled.
+  // Called before a fit, an epoch or a step: replica 0's requires_grad holds for all replicas from now on. Throws
+  // InvalidArgument for a parameter of which the optimizer has no state: it was frozen when the model was compiled.
   void follow_requires_grad();
 
   // The mesh over which the strategy splits models; null: none.
   const parallel::MeshParallelism* mesh() const;
 
-  // Calls act(), which is collective over the workers; with an elastic strategy as a section (elastic/sections.h), so
-  // that it is called again where one of them is lost meanwhile. Returns its numbers, which are equal on all. `what`:
-  // for messages, where no fit runs.
+  // Calls act(), which is collective over the workers. With an elastic strategy the call is a section
+  // (elastic/sections.h): act() is called again where a worker is lost meanwhile. Returns its numbers, which are equal
+  // on all workers. `what`: names the call in messages, where no fit runs.
   using Numbers = std::vector<double>;
   Numbers in_section(const std::string& what, const std::function<Numbers()>& act);
 
-  // The same for what each worker does for itself: where it returns on one, all have completed it.
+  // Calls an act() that each worker does for itself: where it returns on one worker, all have completed it.
   void on_all_in_section(const std::string& what, const std::function<void()>& act);
 
-  // As collective::check_on_all over topology.peers. `what`: as in_section's.
+  // Does what collective::check_on_all does, over topology.peers. `what`: as in_section's.
   void check_on_all(const std::string& what, const std::function<void()>& check);
 
-  // This process's replicas among those that share the data, and a replica's number among them. After build and
-  // compile.
+  // Return this process's replicas among those that share the data, and a replica's number among them. Call them after
+  // build and compile.
   internal::LocalReplicas replicas() const { return unwrap(strategy).local_replicas(topology); }
   int number_of(const ReplicaContext& replica) const;
 
-  // Collective over the workers. The chief reads the file for all workers, and writes what save_weights or save_state
-  // returns. read_for_all does so in a section; the others belong into one.
+  // Collective over the workers. The chief reads the file for all workers, and writes the archive of save_weights or
+  // save_state. read_for_all reads in a section; call the others in one.
   Archive read_for_all(const std::string& path);
   std::string read_on_all(const std::string& path) const;
   static Archive parse_read(const std::string& path, const std::string& bytes);
   void write_weights(const std::string& path) const;
   Archive save_weights() const;
 
-  // What all save of a model that is split only the chief gets: its archive, on all workers. Else this one's.
+  // Returns the chief's archive on all workers where the model is split, since only it has all; else `archive`.
   Archive from_chief(const Archive& archive) const;
   void load_weights(Archive archive, const LoadWeightsOptions& options = {});
   Archive save_state();
   void load_state(const Archive& archive, const std::function<void()>& load_others = {});
 
-  // Checks all, changes nothing, and returns what changes the state to the archive's, which cannot fail.
+  // Checks all, and changes nothing. Returns a function that gives the model the archive's state, and cannot fail.
   std::function<void()> change_to(const Archive& archive);
 
-  // The full state, or the weights, without what is trained and the optimizer's state of that.
+  // Returns the full state, or the weights, without the trained parameters and their optimizer state.
   Archive save_small(bool weights_only) const;
 
-  // The full state without the callbacks'. load_training changes nothing until the function that it returns is called,
-  // which cannot fail.
+  // Save and load the full state without the callbacks'. load_training changes nothing until the function that it
+  // returns is called, which cannot fail.
   Archive save_training();
   void save_progress(Archive& archive) const;
   void save_replicas(Archive& archive) const;
@@ -141,43 +140,43 @@ class ModelImpl {
   const std::unique_ptr<train::Lead> lead = train::Lead::of(*this);
 
   std::shared_ptr<ReplicatedParameters> parameters;  // null before build
-  std::unique_ptr<parallel::PipelineModel> stages;   // of a model that is cut into stages; else null
+  std::unique_ptr<parallel::PipelineModel> stages;   // null unless the model is cut into stages
   std::unique_ptr<train::Execution> execution;       // null before build
   std::optional<CompileOptions> compiled;
   Topology topology = unwrap(strategy).topology();  // with the optimizer's GradientRanks, once it is compiled
   std::shared_ptr<GradientPath> gradients;          // null before build or compile
-  std::optional<train::Tracker> tracker;            // of the epoch that fit is in; likewise
+  std::optional<train::Tracker> tracker;            // the one of the epoch that fit is in; null likewise
   std::optional<std::pair<Archive, LoadWeightsOptions>> pending_weights;
-  std::vector<Layer> layers;            // of a Sequential
-  std::optional<Layer> as_layer;        // the layer that it became: it is a part of another model since
+  std::vector<Layer> layers;            // a Sequential's
+  std::optional<Layer> as_layer;        // the layer that it became, as a part of another model
   const std::int64_t model_number;      // among the models of this process, from 1
   std::vector<std::int64_t> built_for;  // the sizes of the batch, where it was built for one
 
-  std::uint64_t seed = next_random_seed();              // of the replicas' random numbers, with `steps`
-  const std::uint64_t first_seed = next_random_seed();  // of the first values, whenever they are made
-  std::string frozen;                                   // describe_frozen(), when it was last asked
+  std::uint64_t seed = next_random_seed();              // random numbers of the replicas follow from it and `steps`
+  const std::uint64_t first_seed = next_random_seed();  // the first values follow from it, whenever they are made
+  std::string frozen;                                   // describe_frozen(), when it was last called
   std::int64_t steps = 0;                               // train steps so far
-  int part_of_step = 0;  // of the step, where several workers of parameter servers compute it
+  int part_of_step = 0;  // its part, where several workers of parameter servers compute a step
   StepTimes times;
   train::FitProgress progress;
   std::int64_t data_epochs = 0;        // epochs of data that fits have begun: the next one shuffles anew
-  std::vector<AnyCallback> callbacks;  // of the fit that runs, as its options list them; empty between fits
+  std::vector<AnyCallback> callbacks;  // those of the fit that runs, as its options list them; else empty
   bool fitting = false;
-  train::Training* training = nullptr;  // that runs: of a fit
-  std::int64_t evaluated_step = -1;     // of an evaluator: that of the last checkpoint which it has evaluated
-  std::int64_t batches_of_call = 1;     // which callbacks' on_train_batch_end tells of: those of one execution
+  train::Training* training = nullptr;  // the training that a fit runs
+  std::int64_t evaluated_step = -1;     // an evaluator's: the step of the last checkpoint that it evaluated
+  std::int64_t batches_of_call = 1;     // the batches of one execution, of which on_train_batch_end tells
   bool stopping = false;                // this worker asked for the end of the fit
   bool out_of_data = false;             // stopping because the data ended: a longer data set would go on
   bool agreed_to_stop = false;          // one of the workers had asked when the last step or epoch ended
 
-  // Whether one of the batches that on_train_batch_end tells of was a multiple of `every`, where `count` are done.
+  // Returns true where a batch that on_train_batch_end tells of was a multiple of `every`, where `count` are done.
   bool passed_multiple(std::int64_t count, std::int64_t every) const {
     return every > 0 && count / every > (count - batches_of_call) / every;
   }
 
   static std::int64_t next_model_number();
 
-  // Whether the fit ends after the step that was made.
+  // Returns true where the fit ends after the step that was made.
   bool stops() const { return topology.peers.size() == 1 ? stopping : agreed_to_stop; }
 };
 
@@ -185,16 +184,16 @@ class ModelImpl {
 
 namespace lockstep::train {
 
-// As a C++ program writes it: "lockstep::EarlyStopping".
+// Returns the type's name as a C++ program writes it: "lockstep::EarlyStopping".
 std::string name_of_type(const Callback& callback);
 
-// Throws InvalidArgument naming everything in which the archive's tensors and the model's differ. Returns what the
-// options pass over, after a warning that names that. Collective where the model is split.
+// Throws InvalidArgument naming all differences between the archive's tensors and the model's. Returns the variables
+// that the options pass over, after a warning that names them. Collective where the model is split.
 std::set<std::string> check_weights(const Archive& archive, const ReplicatedParameters& parameters,
                                     const LoadWeightsOptions& options = {});
 
-// Loads the archive's tensors into the model, but for those that the options pass over. Throws as check_weights;
-// nothing has changed then.
+// Loads the archive's tensors into the model, but for those that the options pass over. Throws as check_weights, and
+// has changed nothing then.
 void load_weights(const Archive& archive, const LoadWeightsOptions& options,
                   const std::shared_ptr<ReplicatedParameters>& parameters, const std::function<void()>& fetch = {});
 

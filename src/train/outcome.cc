@@ -11,7 +11,7 @@
 namespace lockstep::train {
 namespace {
 
-// A line a name: the name, a tab, and its values in C's hexadecimal notation, which is exact.
+// A name's row: the name, a tab, and its values in C's hexadecimal notation, which is exact.
 using Row = std::pair<std::string, std::vector<double>>;
 
 std::string print_rows(const std::vector<Row>& rows) {

@@ -1,4 +1,4 @@
-// What fit and evaluate return, as the chief tells it to the other processes of a cluster with parameter servers.
+// The results of fit and evaluate, as the chief tells them to the other processes of a cluster with parameter servers.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@ namespace lockstep::train {
 std::string print(const Logs& logs);
 std::string print(const History& history);
 
-// Throws Error where the text is none.
+// Throws Error where the text is no such result.
 template <class Result>
 Result parse(const std::string& text);
 template <>

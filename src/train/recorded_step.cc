@@ -14,7 +14,7 @@ Tensor own_copy(const Tensor& tensor, c10::Device device) {
                           : tensor;
 }
 
-// From a host's memory that is not pinned too: CUDA has read it when the call returns.
+// Copies from any memory, also a host's that is not pinned: CUDA has read that when the call returns.
 void overwrite(const Tensor& own, const Tensor& value) {
   const at::NoGradGuard no_grad;
   if (own.defined()) own.copy_(value, /*non_blocking=*/true);

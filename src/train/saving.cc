@@ -138,7 +138,7 @@ Archive ModelImpl::read_for_all(const std::string& path) {
   return parse_read(path, bytes);
 }
 
-// Other workers may not see the chief's disk.
+// Reads the file for all workers: others may not see the chief's disk.
 std::string ModelImpl::read_on_all(const std::string& path) const {
   const auto file = checkpoint_file(path);
   std::string bytes;
@@ -259,7 +259,7 @@ std::function<void()> ModelImpl::load_progress(const Archive& archive) {
   };
 }
 
-// Of a checkpoint that was made with parameter servers, and is loaded without: all its steps count now.
+// Counts all steps of a checkpoint that was made with parameter servers, and is loaded without them.
 void ModelImpl::count_uncounted() {
   for (const auto& results : std::exchange(progress.uncounted, {})) {
     tracker->add_sums(results);

@@ -35,7 +35,7 @@ void require_real(const char* what, const Tensor& y_true, const Tensor& y_pred) 
                              "; complex numbers are not compared with real ones"));
 }
 
-// The first value that is not allowed, on CPUs, as check_labels.
+// Returns the first value that is not allowed; on CPUs alone, as check_labels.
 template <class Allowed>
 std::optional<double> first_not(const Tensor& values, const Allowed& allowed) {
   if (!values.device().is_cpu() || values.numel() == 0) return std::nullopt;

@@ -27,7 +27,7 @@ struct LargeTensor {
   checkpoint::TensorInfo info;
 };
 
-// All that is trained, in the order of the file: elements of 8 bytes before those of 4, so that none lies on two pages.
+// Lists what is trained in the file's order: elements of 8 bytes before those of 4, so that none lies on two pages.
 std::vector<LargeTensor> large_tensors(const ModelImpl& impl, bool weights_only) {
   std::vector<LargeTensor> all;
   const auto& slots = impl.parameters->slots();
@@ -54,7 +54,7 @@ checkpoint::NamedTensors names_of(const std::vector<LargeTensor>& tensors) {
   return named;
 }
 
-// The elements of values (-1), or of a state, that lie in the range.
+// Returns the elements of the values (-1), or of a state, that lie in the range.
 std::vector<Shard> elements_in(const ByteRange& range, int state, const std::vector<LargeTensor>& tensors) {
   std::vector<Shard> elements;
   std::size_t at = 0;
@@ -75,7 +75,7 @@ at::Tensor copy_of_values(const ReplicatedParameters& parameters, const Shard& p
   return values.is_cpu() ? values.clone() : values.cpu();
 }
 
-// This worker's part of the file, in its order. `ranges[rank]`: what each writes.
+// Copies this worker's part of the file, in the file's order. `ranges[rank]`: the bytes that each worker writes.
 std::vector<at::Tensor> copy_part(const ModelImpl& impl, const std::vector<LargeTensor>& tensors,
                                   const std::vector<ByteRange>& ranges) {
   const auto mine = ranges[static_cast<std::size_t>(impl.topology.all.rank())];
@@ -110,7 +110,7 @@ checkpoint::Pieces bytes_of(const std::vector<at::Tensor>& tensors) {
   return pieces;
 }
 
-// What the others need to write to the chief's file.
+// The place at which the other workers write to the chief's file.
 struct Place {
   std::string file;
   std::int64_t begin = 0;
@@ -122,7 +122,7 @@ struct Place {
   }
 };
 
-// Of a model that is split over workers: the chief gets all of it, and writes it.
+// Begins the save of a model that is split over workers: the chief gets all of it, and writes it.
 SharedSave begin_on_chief(ModelImpl& impl, const std::string& path, bool weights_only) {
   auto all = weights_only ? impl.save_weights() : impl.save_state();
   SharedSave save;
@@ -152,7 +152,7 @@ SharedSave SharedSave::begin(ModelImpl& impl, const std::string& path, bool weig
   });
   place = Place::parse(workers.broadcast(place.print()));
 
-  // Each worker that may write to the file does.
+  // The writers are the workers that may write to the file.
   const bool sees = rank == 0 || ::access(place.file.c_str(), W_OK) == 0;
   std::vector<int> writers;  // [rank]: its number among them, or -1
   int count = 0;

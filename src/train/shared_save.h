@@ -10,8 +10,8 @@
 
 namespace lockstep::train {
 
-// The full state, or the weights, as one moment has it. Each worker that sees the chief's folder copies and writes a
-// part of the variables and of the optimizer's state; the chief the rest.
+// The full state, or the weights, at one moment. Each worker that sees the chief's folder copies and writes a part of
+// the variables and of the optimizer's state. The chief writes the rest.
 struct SharedSave {
   std::function<void()> write;                         // this worker's part, in any thread; throws IoError
   std::shared_ptr<checkpoint::SharedArchive> archive;  // the chief's, whose `write` waits for the others; else null

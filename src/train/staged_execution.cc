@@ -18,7 +18,7 @@ ComputedStep StagedExecution::compute_gradients(ReplicaContext& replica, const E
   if (split.before_backward) split.before_backward(1);
   const double scale = impl_.gradients->updater().loss_scale().value();
   const AddedLosses none(AddedLosses::Use::refused);
-  std::array<double, 2> sums{};  // of losses and of what divides them
+  std::array<double, 2> sums{};  // the losses, and what divides them
   const auto loss_of = [&](const Tensor& computed, std::int64_t first, std::int64_t count) {
     const auto some = rows_of(part, first, count);
     const auto output = impl_.policy.outputs(computed);

@@ -1,4 +1,4 @@
-// Where the steps of fit's epochs come from: this process makes them with its peers, or workers make them for a chief.
+// The steps of fit's epochs: this process makes them with its peers, or workers make them for a chief.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,10 @@ class StepSource {
  public:
   virtual ~StepSource() = default;
 
-  // Steps an epoch; -1 where the data set does not tell.
+  // Returns the steps of an epoch; -1 where the data set does not tell.
   virtual std::int64_t steps_of_an_epoch() = 0;
 
-  // From where `progress` is.
+  // Begins an epoch at the position of `progress`.
   virtual void begin_epoch() = 0;
 
   // Reads the next step's batch, or waits until others have made a step; false at the end of the epoch's steps, and
@@ -29,20 +29,20 @@ class StepSource {
   // Makes the step of which `next` read the batch.
   virtual void train() {}
 
-  // What the processes that make the same steps have computed in it together, with the sums of `news` at the end.
+  // Returns what the processes that make the same step have computed in it, with the sums of `news` at the end.
   // Collective.
   virtual std::vector<double> sum(std::span<const double> news) = 0;
 
   // Counts the step, with these sums.
   virtual void count(std::span<const double> sums) = 0;
 
-  // Adds what it has to tell beside the model's metrics, of the epoch so far.
+  // Adds logs of the epoch so far, beside those of the model's metrics.
   virtual void add_to(Logs& /*logs*/) const {}
 
   // A callback has asked for the end: no step begins any more. Those that others have begun come out of `next`.
   virtual void stop() = 0;
 
-  // Whether `next` last returned false since it was interrupted.
+  // Returns true where `next` last returned false since it was interrupted.
   virtual bool was_interrupted() const { return false; }
 
   // Throws InvalidArgument where a callback has `changed` which parameters are trained, and the steps cannot follow.

@@ -1,4 +1,4 @@
-// Which worker the others wait for.
+// Finds the worker that the others wait for.
 #pragma once
 
 #include <span>
@@ -11,15 +11,15 @@ namespace lockstep::train {
 // when its calls have returned.
 class Stragglers {
  public:
-  // Counts a step: `seconds`[rank] is what that worker's batch, forward and backward pass took, without waiting for
-  // others. Returns a sentence where there is a straggler that was not named before; empty else. The first 20 steps in
-  // which it is slow are enough.
+  // Counts a step: `seconds`[rank] is the time of that worker's batch, forward and backward pass, without waiting for
+  // others. Returns a sentence where there is a straggler that was not named before; empty else. It needs at most 20
+  // steps in which the worker is slow.
   std::string count(std::span<const double> seconds);
 
   int named() const { return named_; }  // the rank that the last sentence named; -1: there was none
 
  private:
-  std::vector<std::vector<double>> steps_;  // [step][rank], of this window
+  std::vector<std::vector<double>> steps_;  // [step][rank], in this window
   int suspect_ = -1;                        // the straggler of the window before; -1: there was none
   int named_ = -1;
 };

@@ -5,7 +5,7 @@
 namespace lockstep::train {
 namespace {
 
-// The step behind which one was named, from 1 on, and what was said; 0 where nobody was in so many.
+// Returns the step, counted from 1, after which a worker was named, and the sentence; 0 where none was in `steps`.
 std::pair<int, std::string> first_named(Stragglers& stragglers, int steps, const std::vector<double>& seconds) {
   for (int step = 1; step <= steps; ++step) {
     auto said = stragglers.count(seconds);
@@ -23,7 +23,7 @@ TEST(Stragglers, AreNamedWithinTwentyStepsAndOnce) {
             "67% of the time");
   EXPECT_EQ(first_named(stragglers, 100, {0.02, 0.06, 0.02}).first, 0);
   EXPECT_EQ(first_named(stragglers, 100, {0.02, 0.02, 0.02}).first, 0);
-  EXPECT_EQ(first_named(stragglers, 20, {0.06, 0.02, 0.02}).first, 20);  // another one
+  EXPECT_EQ(first_named(stragglers, 20, {0.06, 0.02, 0.02}).first, 20);  // another worker
 }
 
 TEST(Stragglers, AFewSlowStepsAreNone) {

@@ -73,7 +73,7 @@ std::string Model::summary() const {
   for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
     (parameters.slots()[i].trainable ? trainable : frozen) += c10::multiply_integers(parameters.whole_sizes(i));
   }
-  // As in Keras: what training changes by other means than gradients, such as BatchNorm's running statistics.
+  // As in Keras, these are changed by training, but not by gradients, such as BatchNorm's running statistics.
   for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
     const auto& buffer = parameters.buffer(0, i);
     if (buffer.is_floating_point()) frozen += buffer.numel();

@@ -51,7 +51,7 @@ std::vector<PerReplica<StepResult>> ThreadedExecution::train(std::vector<Parts>&
   return all;
 }
 
-// The sum of gradients is divided by the sum of weights.
+// Returns the replica's weight: the sum of gradients is divided by the sum of weights.
 double ThreadedExecution::weight_of(const ReplicaContext& replica, double divisor) const {
   return impl_.compiled->loss.reduction() == Reduction::sum ? impl_.lead->weight_of_sum(replica) : divisor;
 }
@@ -95,7 +95,7 @@ StepResult ThreadedExecution::train_step(ReplicaContext& replica, const internal
         "sequence sees itself alone");
   }
   const bool counted = impl_.topology.counts() && !idle;
-  // Before anything has changed: a metric may throw.
+  // Metrics come before anything has changed: a metric may throw.
   if (counted && computed.outputs.defined()) into.update(id, part, computed.outputs);
   lap.add_to(spent.metrics);
   impl_.gradients->apply(replica.local_group(), computed.weight, replica.deadline());
@@ -129,7 +129,7 @@ ComputedStep ThreadedExecution::compute_gradients(ReplicaContext& replica, const
   return {outputs.detach(), loss.sum.detach(), loss.divisor, divided ? 1 : weight};
 }
 
-// Where all compute in every step: takes part, with examples of zeros whose gradients have weight 0.
+// Takes part where all compute in every step, with examples of zeros whose gradients have weight 0.
 ComputedStep ThreadedExecution::compute_no_gradients(ReplicaContext& replica, const Example& empty) {
   const auto none = example_of_none(empty);
   const auto& split = *impl_.parameters->split();
@@ -163,7 +163,7 @@ Tensor ThreadedExecution::outputs_of_any(int replica, const Example& part) const
   return {};
 }
 
-// It has the shapes of the examples that this worker has had, where the worker has none now.
+// Returns an example like those that this worker has had, where the worker has none now.
 Example ThreadedExecution::example_of_none(const Example& empty) const {
   if (empty.x.defined()) example_ = example_like(empty);
   if (example_.x.defined()) return mesh_ != nullptr && mesh_->has_experts() ? rows_of(example_, 0, 0) : example_;

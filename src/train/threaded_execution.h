@@ -26,11 +26,11 @@ class ThreadedExecution : public Execution {
   void forget_steps() override { recorded_ = {}; }
 
  protected:
-  // Forward, loss and backward of a replica's part. Metrics get ComputedStep::outputs, unless they are undefined.
+  // Computes a replica's forward, loss and backward. Metrics get ComputedStep::outputs, unless they are undefined.
   virtual ComputedStep compute_gradients(ReplicaContext& replica, const Example& part, Tracker& tracker,
                                          StepTimes& spent);
 
-  // Backward from loss_of(outputs, first example, count) of all of `part`, with gradients of zero.
+  // Does backward from loss_of(outputs, first example, count) of all of `part`, with gradients of zero.
   using LossOf = std::function<Tensor(const Tensor& output, std::int64_t first, std::int64_t count)>;
   virtual void compute_zeros(int replica, const Example& part, const LossOf& loss_of);
 
@@ -46,17 +46,17 @@ class ThreadedExecution : public Execution {
   Example own_positions(const Example& part) const;
   std::unique_ptr<ContextParallel> use_context() const;
 
-  // For jit_compile: enqueues the part of a step that can be recorded, and makes a step by replaying the recording.
+  // Enqueues the part of a step that jit_compile can record; and makes a step by replaying the recording.
   ComputedStep enqueue_step(ReplicaContext& replica, const Example& batch);
   StepResult play_step(ReplicaContext& replica, const Example& part, Tracker& tracker);
 
   const parallel::MeshParallelism* const mesh_;  // over which the strategy splits models; null: none
   RecordedStep recorded_;
   bool warned_of_context_ = false;
-  mutable Example example_;  // of zeros, for a step in which this worker has none
+  mutable Example example_;  // of zeros, for a step in which this worker has no examples
 };
 
-// Rows `first` to `first` + `count` of a part.
+// Returns rows `first` to `first` + `count` of a part.
 Example rows_of(const Example& part, std::int64_t first, std::int64_t count);
 
 }  // namespace lockstep::train

@@ -9,7 +9,7 @@
 namespace lockstep::train {
 namespace {
 
-constexpr std::size_t kLossSums = 3;  // of the loss, of what divides it, and of examples
+constexpr std::size_t kLossSums = 3;  // sums of the loss, of its divisors, and of examples
 
 }  // namespace
 
@@ -158,7 +158,7 @@ std::function<void()> Tracker::load(const Archive& archive, const std::string& p
     examples_ = loss[1];
     sums_ = all;
     for (std::size_t replica = 0; replica < states_.size(); ++replica) {
-      // Saved with another number of replicas: the first replica goes on with the sums of all.
+      // The file has another number of replicas: the first replica goes on with the sums of all.
       if (!same && first + replica > 0) break;
       auto at = same ? saved[first + replica].begin() : all.begin();
       for (auto& state : states_[replica]) {

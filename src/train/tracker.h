@@ -20,41 +20,41 @@ struct StepResult {
   std::int64_t examples = 0;
 };
 
-// update is called by each replica's thread for itself; everything else while no replica runs.
+// Each replica's thread calls `update` for itself; everything else is called while no replica runs.
 class Tracker {
  public:
-  // `replicas` of this process.
+  // `replicas`: of this process.
   Tracker(const CompileOptions& compiled, int replicas, Communicator workers);
 
-  // A replica's part of a batch.
+  // Adds a replica's part of a batch.
   void update(int replica, const Example& part, const Tensor& outputs);
 
   // Adds the replicas' results of a batch, after each replica's `update`. The epoch's loss is the mean of the batches'
   // losses, weighted by batch size. Collective over the workers.
   void add_batch(const PerReplica<StepResult>& results) { count_batch(sum_batch(&results, {})); }
 
-  // The same in two halves: the sums of all workers, with those of `news` behind them, which is collective; and what is
-  // done with them. `results`: null where this worker has none of the batch.
+  // Do what add_batch does, in two halves. sum_batch returns the sums of all workers, with the sums of `news` after
+  // them; it is collective. `results`: null where this worker has none of the batch.
   std::vector<double> sum_batch(const PerReplica<StepResult>* results, std::span<const double> news) const;
   void count_batch(std::span<const double> sums);
 
-  // After workers were lost, with what they have summed in the epoch: worker `rank` 0 has that from now on. `counts`:
-  // whether this worker's `update`s of the batch that has not been counted stay.
+  // Call it after workers were lost, with their sums of the epoch: `rank` 0 has these from now on. `counts`: this
+  // worker's `update`s of the batch that has not been counted stay.
   void take_over(int rank, bool counts);
 
-  // In two halves, for a batch whose sums others compute: what one process computed since `reset`, and adding
-  // the sum of what all did.
+  // Two halves for a batch whose sums others compute: sums_of returns what this process computed since `reset`;
+  // add_sums adds the sum over all processes.
   std::vector<double> sums_of(const PerReplica<StepResult>& results) const;
   void add_sums(std::span<const double> sums);
 
-  double batch_loss() const { return batch_loss_; }  // of the last one
+  double batch_loss() const { return batch_loss_; }  // that of the last one
 
   void reset();
   Logs logs() const;
 
-  // The sums of all workers; and, collective over them, each replica's, so that a training that goes on adds them up in
-  // the same order. `load` changes nothing until what it returns is called, and takes an archive with or without the
-  // latter.
+  // Save the sums of all workers; and each replica's, which is collective, so that a training that goes on adds them up
+  // in the same order. `load` changes nothing until the function that it returns is called. It takes an archive with or
+  // without the replicas' sums.
   void save(Archive& archive, const std::string& prefix) const;
   void save_replicas(Archive& archive, const std::string& prefix) const;
   std::function<void()> load(const Archive& archive, const std::string& prefix);
@@ -68,8 +68,8 @@ class Tracker {
   std::vector<Metric> metrics_;
   std::size_t first_weighted_;                    // metrics_ from here on use sample weights
   std::vector<std::vector<MetricState>> states_;  // [replica][metric]
-  std::vector<double> sums_;                      // of all metrics, of all workers, after the last batch
-  std::vector<double> counted_;                   // local_sums() then
+  std::vector<double> sums_;                      // of all metrics and workers, after the last batch
+  std::vector<double> counted_;                   // local_sums() after the last batch
   double loss_sum_ = 0;
   double examples_ = 0;
   double batch_loss_ = 0;

@@ -37,7 +37,7 @@ Training::Numbers Training::checked(const std::function<Numbers()>& sum) const {
     if (sums.back() == kMark * worker_.peers().size()) return sums;
   } catch (const collective::RefusedByAll&) {
     throw;
-  } catch (const InvalidArgument& error) {  // the Group's, which has seen that the calls differ
+  } catch (const InvalidArgument& error) {  // thrown by the Group, which has seen that the calls differ
     how = text(" (", error.what(), ")");
   }
   throw InvalidArgument(text(worker_.what(),

@@ -23,7 +23,7 @@ void TrainingWorker::join() {
   strategy_.join();
 }
 
-// The first loss is the cause of the others.
+// Keeps the first loss, which is the cause of the others.
 void TrainingWorker::on_loss(const std::exception& error) {
   const auto& membership = *strategy_.membership();
   membership.require_fewer_than_two_failures(strategy_.completed_sections().count);

@@ -1,4 +1,4 @@
-// What a worker of a strategy trains, as a member of the strategy's job.
+// A worker of a strategy, with the state that it trains, as a member of the strategy's job.
 #pragma once
 
 #include <chrono>
@@ -37,27 +37,27 @@ class TrainingWorker : public elastic::Member {
   // Takes the place that the other workers have given this one.
   void join();
 
-  // Those that make the same steps.
+  // Returns the workers that make the same steps.
   virtual const Communicator& peers() const { return strategy_.topology().all; }
 
-  // The workers have another Group since the last call: what uses the Group uses the new one from here on. Collective.
+  // Called where the workers have another Group since the last call: all use the new one from here on. Collective.
   virtual void use_new_group() = 0;
 
-  // True where workers that were told to leave at once do so one after each step, since each may have the only copy of
-  // another one's state.
+  // True where workers that were told to leave at once leave one after each step: each may have the only copy of
+  // another worker's state.
   virtual bool leaves_in_turn() const = 0;
 
   StrategyImpl& strategy() const { return strategy_; }
   const std::string& what() const { return what_; }
 
-  bool waits = false;  // all wait for newcomers, who then wait too
+  bool waits = false;  // all wait for newcomers, which wait too
 
  protected:
-  // All that a newcomer needs, as bytes; with print_part.
+  // Print and take the state that a newcomer needs, as bytes, together with print_part.
   virtual std::string print_state() = 0;
   virtual void take_state(std::string_view printed, std::string_view printed_part) = 0;
 
-  // All have regrouped, and are at the same section, or this one has become the chief.
+  // Called when all have regrouped, and are at the same section; and when this worker has become the chief.
   virtual void on_same_section(bool /*updated*/) {}
   virtual void on_become_chief() {}
 

@@ -17,7 +17,7 @@ struct Change;
 struct Members;
 }  // namespace elastic
 
-// Until all processes of a job have come.
+// How long a process waits until all processes of its job have come.
 inline constexpr double kStartTimeoutSeconds = 300;
 
 // Makes Groups from what a launcher set up. Strategies, DistributedDataParallel, Horovod and Estimator all use it.
@@ -34,8 +34,8 @@ class Job {
   // processes have joined.
   //
   // Throws ClusterError, on all processes, where two have one rank or disagree about their number, and where a variable
-  // is invalid, or says that the process comes to a job that runs, which only elastic strategies can join; and
-  // DeadlineExceeded naming the ranks that have not joined after `timeout_seconds`.
+  // is invalid. Throws ClusterError where the process comes to a job that runs: only elastic strategies can join one.
+  // Throws DeadlineExceeded naming the ranks that have not joined after `timeout_seconds`.
   static Job from_environment(double timeout_seconds = kStartTimeoutSeconds);
   explicit Job(const Cluster& cluster, double timeout_seconds = kStartTimeoutSeconds);
 
@@ -43,48 +43,48 @@ class Job {
   int size() const { return world().size; }
   const World& world() const;
 
-  // Whether whoever started the processes gave this one cores that no other of its host may use, as mpirun does.
+  // Returns true where the launcher gave this process cores that no other of its host may use, as mpirun does.
   bool has_own_cores() const;
 
-  // A store for the processes' own messages; its keys are of this Job alone. After a regroup it may be another host's.
+  // Returns a store for the processes' messages, with keys of this Job alone. A regroup may change its host.
   Store store() const;
 
-  // The Group of all processes. Throws as make_group.
+  // Makes the Group of all processes. Throws as make_group.
   Group group(const GroupOptions& options = {}) const;
 
-  // The Group of all replicas, `replicas` in each process. Replica `replica` of this process calls it in a thread of
-  // its own and has rank rank() * replicas + replica. Throws as make_group.
+  // Makes the Group of all replicas, `replicas` in each process. Replica `replica` of this process calls it in a thread
+  // of its own and has rank rank() * replicas + replica. Throws as make_group.
   Group replica_group(int replicas, int replica, const GroupOptions& options = {}) const;
 
-  // Processes that wait for this one to make a group of this Job, now or later, get a ClusterError with `reason`.
+  // Gives processes that wait for this one to make a group of this Job, now or later, a ClusterError with `reason`.
   void fail_waiters(const std::string& reason) const;
 
-  // The next generation of the job, without the processes `lost` (their ranks in this Job, which are those of its
-  // `group`). Collective over the others. Those that do not call it by the deadline are left out as well. Ranks keep
+  // Makes the next generation of the job, without the processes `lost` (their ranks in this Job, which are those of its
+  // `group`). Collective over the others; those that do not call it by the deadline are left out as well. Ranks keep
   // their order, and processes their cores. Throws ClusterError on a process that the others left out, and where the
-  // process that holds the store is lost, or most hosts are; InvalidArgument for ranks that do not exist. Where another
-  // process is lost before the next Job's `group` is made, `group` throws; then regroup that Job.
+  // store's process or most hosts are lost; InvalidArgument for ranks that do not exist. Where another process is lost
+  // before the next Job's `group` is made, `group` throws; then regroup that Job.
   //
   //   } catch (const lockstep::PeerLost& lost) {  // or DeadlineExceeded, with its ranks()
   //     job = job.regroup({lost.rank()}, lockstep::Deadline::after(std::chrono::seconds(10)));
   //     ranks.regroup(job.group());  // the Communicator that DistributedDataParallel was made with
   //   }
   //
-  // For processes that outlive each other: `lockstep run --min-n`. Other launchers end all when one is lost.
+  // It is for processes that outlive each other: `lockstep run --min-n`. Other launchers end all when one is lost.
   Job regroup(const std::vector<int>& lost, Deadline deadline) const;
 
   // --- For elastic strategies (src/elastic).
 
-  // Of a process that comes to a job that runs (Cluster::joins): it is alone until it takes the place that the members
-  // have given it.
+  // Makes the Job of a process that comes to a job that runs (Cluster::joins). The process is alone until it takes the
+  // place that the members have given it.
   static Job newcomer(const Cluster& cluster, double timeout_seconds);
   bool is_newcomer() const;
   Job joined(const elastic::Members& members) const;
 
-  // The same as the other `regroup`, with any change of the members.
+  // Makes the next generation as the other `regroup` does, with any change of the members.
   Job regroup(const elastic::Change& change, Deadline deadline) const;
 
-  // Where the members write who is one.
+  // Return the members, and the stores in which they write who is one.
   const elastic::Members& members() const;
   std::shared_ptr<elastic::Registry> registry() const;
   std::shared_ptr<elastic::ConnectedStores> stores() const;

@@ -7,7 +7,7 @@
 namespace lockstep {
 namespace {
 
-// What says() returns on the chief, on all.
+// Returns the result of the chief's says() on all workers.
 bool chief_says(ModelImpl& impl, const std::function<bool()>& says) {
   const auto ask = [&] {
     const auto& workers = impl.topology.all;
@@ -53,7 +53,7 @@ void BackgroundSave::finish(const ModelImpl& impl) {
       if (problem.empty()) problem = one;
     }
     const bool others_left = path_ && workers.regroups() != begun_in_;
-    // All that are here have written their parts.
+    // All workers that are left have written their parts.
     if (archive_ && (!problem.empty() || others_left)) archive_->abandon();
     try {
       writer_.wait();
@@ -61,7 +61,7 @@ void BackgroundSave::finish(const ModelImpl& impl) {
       if (problem.empty() && !others_left) throw;
     }
     if (!problem.empty()) throw IoError(problem);
-    lost = was_lost_ || !is_whole();  // was: where this is repeated
+    lost = was_lost_ || !is_whole();  // was_lost_: where this call is repeated
   });
   was_lost_ = workers.any(lost);
   archive_.reset();
@@ -88,7 +88,7 @@ void BackgroundSave::give_up(std::chrono::seconds after) noexcept {
   if (archive_) archive_->abandon(after);
   try {
     writer_.wait();
-  } catch (const std::exception&) {  // it is not whole
+  } catch (const std::exception&) {  // the save is not whole
   }
   archive_.reset();
   path_.reset();

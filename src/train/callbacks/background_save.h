@@ -21,28 +21,27 @@ class BackgroundSave {
     std::function<void(const std::function<void()>& write)> around;
   };
 
-  // Copies what is saved, and begins to write it. `around(write)`: called on the chief, in its thread, for what belongs
-  // before and behind the file's appearance. Gives up what was begun before and is not whole. Collective; throws
-  // IoError on all.
+  // Copies what is saved, and begins to write it. Calls `around(write)` on the chief, in its thread, for work before
+  // and after the file appears. Gives up an earlier save that is not whole. Collective; throws IoError on all.
   void begin(ModelImpl& impl, What what);
 
-  // Waits until all workers have written what was begun. Collective; throws IoError on all. Afterwards was_lost, which
-  // is collective too, returns whether it is not whole since workers were lost.
+  // Waits until all workers have written the save that was begun. Collective; throws IoError on all. Then was_lost,
+  // also collective, returns whether the save is not whole since workers were lost.
   void finish(const ModelImpl& impl);
   bool was_lost(ModelImpl& impl);
 
-  // Whether anything was begun, and not finished.
+  // Returns true where a save was begun, and not finished.
   bool is_pending() const { return path_.has_value(); }
 
-  // A fit begins, or this worker comes to one. Not collective.
+  // Called where a fit begins, or this worker comes to one. Not collective.
   void start(const ModelImpl& impl);
 
-  // With an elastic strategy: whether the workers are others than when this was last called, which is the same for all
-  // of them; and whether what was begun, with those before, was given up since it is not whole, on all. Not collective,
-  // unless there are others.
+  // Returns true where workers have changed since the last call, as all of them see, and the save that was begun is not
+  // whole. Then the save, with those before, was given up on all. For elastic strategies. Collective only where the
+  // workers have changed.
   bool is_lost(ModelImpl& impl);
 
-  // Gives up what was begun, unless it becomes whole in this time; a fit ends. Not collective.
+  // Gives up the save that was begun, unless it becomes whole in this time: a fit ends. Not collective.
   void give_up(std::chrono::seconds after) noexcept;
 
  private:
@@ -50,9 +49,9 @@ class BackgroundSave {
 
   checkpoint::BackgroundWriter writer_;
   std::shared_ptr<checkpoint::SharedArchive> archive_;  // on the chief
-  std::optional<std::string> path_;                     // of what was begun, until it is known to be whole
+  std::optional<std::string> path_;                     // of the save that was begun, until it is known to be whole
   bool was_lost_ = false;
-  std::int64_t begun_in_ = 0;  // which Group, by its number of regroups
+  std::int64_t begun_in_ = 0;  // the Group's number of regroups then
   std::int64_t seen_ = 0;      // the generation at the last call of is_lost
 };
 

@@ -52,13 +52,13 @@ void CSVLogger::on_train_begin() {
   write("");
 }
 
-// Goes on in the file, behind its last whole line.
+// Goes on in the file after its last whole line.
 void CSVLogger::on_become_chief() {
   columns_.clear();
   const auto lines = contents_of(filename_);
   const auto end = lines.rfind('\n');
   const auto whole = end == std::string::npos ? 0 : end + 1;
-  std::error_code ignored;  // then there is a line that was cut short
+  std::error_code ignored;  // then a line stays that was cut short
   if (whole < lines.size()) std::filesystem::resize_file(filename_, whole, ignored);
   read_header();
   if (whole == 0) return;

@@ -14,8 +14,8 @@
 
 namespace lockstep::train {
 
-// `mode`, or where that is automatic, what the metric that is monitored says of itself, as in Keras. Throws
-// InvalidArgument where none of that name does.
+// Returns `mode`, or where it is automatic, the mode that the monitored metric has, as in Keras. Throws InvalidArgument
+// where no metric of that name has one.
 inline Mode resolved(const char* callback, Mode mode, const std::string& monitor, const Model& model) {
   if (mode != Mode::automatic) return mode;
   const auto name = monitor.starts_with("val_") ? monitor.substr(4) : monitor;
@@ -40,7 +40,7 @@ inline Mode resolved(const char* callback, Mode mode, const std::string& monitor
                              "is better: pass .mode = Mode::max or Mode::min"));
 }
 
-// The monitored value; nothing, with a warning, when this epoch has none, as Keras does.
+// Returns the monitored value; none, with a warning, when this epoch has none, as Keras does.
 inline std::optional<double> monitored(const char* callback, const std::string& name, const Logs& logs) {
   if (logs.contains(name)) return logs[name];
   std::vector<std::string> names;
@@ -49,7 +49,7 @@ inline std::optional<double> monitored(const char* callback, const std::string& 
   return std::nullopt;
 }
 
-// NaN is worse than anything.
+// Compares two values: NaN is worse than anything.
 inline bool is_better(Mode mode, double value, double than) {
   if (std::isnan(than)) return !std::isnan(value);
   return mode == Mode::max ? value > than : value < than;

@@ -23,7 +23,7 @@ constexpr int kLaunchersPrefix = 11;          // "[worker 0] "
 constexpr const char* kClearLine = "\x1b[K";  // the cursor is at its beginning
 constexpr auto kBetweenLines = std::chrono::milliseconds(50);
 
-// As Keras: four decimals, or an exponent for values too small for them.
+// Prints as Keras does: four decimals, or an exponent for values too small for them.
 std::string number(double value) {
   const bool small = value != 0 && std::abs(value) <= 1e-3;
   return text(small ? std::scientific : std::fixed, std::setprecision(4), value);
@@ -52,7 +52,7 @@ std::string per_step(double seconds) {
   return text(std::llround(seconds * 1e6), "us/step");
 }
 
-// Columns of the text, in UTF-8, on a terminal.
+// Returns the columns of the text, in UTF-8, on a terminal.
 int width_of(const std::string& text) {
   return static_cast<int>(std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
 }
@@ -74,7 +74,7 @@ std::optional<int> columns_of(int descriptor) {
   return size.ws_col;
 }
 
-// Columns that a redrawn line may have. A launcher prefixes it and writes it to its own terminal.
+// Returns the columns of a redrawn line. A launcher prefixes the line and writes it to its own terminal.
 int columns_of_terminal() {
   if (const auto columns = columns_of(STDOUT_FILENO)) return *columns - 1;
   const FileDescriptor terminal(open("/dev/tty", O_RDONLY | O_NOCTTY | O_CLOEXEC));

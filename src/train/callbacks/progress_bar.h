@@ -1,4 +1,4 @@
-// What fit shows while it runs: Keras's bar on a terminal, a line an epoch elsewhere.
+// The output of fit while it runs: Keras's bar on a terminal, a line an epoch elsewhere.
 #pragma once
 
 #include <chrono>
@@ -29,20 +29,20 @@ class ProgressBar : public Callback {
   bool redraws_ = false;
 };
 
-// Whether stdout is a terminal on which one process draws.
+// Returns true where stdout is a terminal on which one process draws.
 bool is_terminal();
 
-// The parts in a line of at most `columns` columns. Where they do not fit, the bar is left out; then the times too;
-// then the values are cut off.
+// Joins the parts to a line of at most `columns` columns. Where they do not fit, the bar is left out; then the times
+// too; then the values are cut off.
 std::string fit_line(const std::string& counter, const std::string& bar, const std::string& times,
                      const std::string& values, int columns);
 
-// An epoch's last line, which stays. Where it is too long, the bar is left out; then the line is cut between values
-// into several, so that no value is lost.
+// Returns an epoch's last line, which stays. Where it is too long, the bar is left out; then the line is cut between
+// values into several, so that no value is lost.
 std::string fit_lines(const std::string& counter, const std::string& bar, const std::string& times, const Logs& logs,
                       int columns);
 
-// "469/469 - 3s - 6ms/step" and the like, followed by the values, on stdout.
+// Prints "469/469 - 3s - 6ms/step" or the like, followed by the values, on stdout.
 void print_line(const std::string& beginning, const Logs& logs);
 
 }  // namespace lockstep::train

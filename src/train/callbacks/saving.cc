@@ -26,13 +26,13 @@ namespace {
 // After a restart, processes of the job that was killed may still hold the lock.
 constexpr std::chrono::seconds kForOneThatEnds(2);
 
-// How long a fit that throws waits for the others' parts of a checkpoint; not where the others go on, and write
-// another.
+// Returns how long a fit that throws waits for the others' parts of a checkpoint: not at all where the others go on,
+// and write another one.
 std::chrono::seconds for_other_workers(const Model& model) {
   return std::chrono::seconds(unwrap(model.strategy()).is_elastic() ? 0 : 10);
 }
 
-constexpr const char* kPart = ".part";  // behind a name: what takes its place when it is whole
+constexpr const char* kPart = ".part";  // after the name of a file that is not whole yet
 
 void require_not_negative(const char* what, std::int64_t value) {
   if (value < 0) throw InvalidArgument(text(what, " is ", value, "; it must be 0 or more"));
@@ -45,7 +45,7 @@ void require_no_servers(const char* callback, bool background, const Model& mode
                              "checkpoint without stopping the steps anyway"));
 }
 
-// A name that is free. An earlier damaged backup of Lockstep's makes room for this one.
+// Returns a name that is free. An earlier damaged backup of Lockstep's makes room for this one.
 std::string place_for_damaged(const std::string& folder) {
   for (int number = 1;; ++number) {
     const auto name = number == 1 ? "backup-damaged" : text("backup-damaged-", number);
@@ -63,17 +63,17 @@ void put_aside(const std::string& folder, const std::string& spare) {
       text("BackupAndRestore: ", spare, " is no file that Lockstep wrote, or was damaged: it is ", damaged, " now"));
 }
 
-// Returns why it cannot be done; else empty.
+// Returns why act() failed; empty where it did not.
 std::string done_or_why(const char* callback, const std::function<void()>& act) {
   try {
     act();
     return {};
-  } catch (const IoError& error) {  // on all workers
+  } catch (const IoError& error) {  // thrown on all workers
     return text(callback, ": ", error.what());
   }
 }
 
-// All workers call it. Where the chief is lost meanwhile, the next chief saves. Returns as done_or_why.
+// Saves, called by all workers. Where the chief is lost meanwhile, the next chief saves. Returns as done_or_why.
 std::string saved_or_why(const Model& model, const char* callback, const std::function<void()>& save) {
   std::string problem;
   unwrap(model).on_all_in_section(callback, [&] { problem = done_or_why(callback, save); });
@@ -165,7 +165,7 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
   const auto path = train::fill_in(filepath_, [&](const std::string& name) {
     if (name == "epoch") return epoch_ + 1.0;
     if (name == "batch") return static_cast<double>(batch + 1);
-    return logs.contains(name) ? logs[name] : std::nan("");  // an epoch without validation, or interrupted before
+    return logs.contains(name) ? logs[name] : std::nan("");  // no validation in this epoch, or interrupted before
   });
   auto& impl = unwrap(model());
   if (options_.background) {
@@ -182,7 +182,7 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
 }
 
 void ModelCheckpoint::begin_to_write(const std::string& path) {
-  std::erase(kept_, path);  // where it is made again
+  std::erase(kept_, path);  // where it is written again
   const auto record = [path, kept = kept_, max = options_.max_to_keep](const std::function<void()>& write) mutable {
     write();
     record_checkpoint(path, kept, max);
@@ -197,7 +197,7 @@ void ModelCheckpoint::begin_to_write(const std::string& path) {
 void ModelCheckpoint::finish_writing() {
   auto& impl = unwrap(model());
   for (bool lost = true; lost;) {
-    const bool pending = background_->is_pending();  // else problem_ is of one that could not be begun
+    const bool pending = background_->is_pending();  // else problem_ is of a save that could not begin
     const auto problem = save_or_warn(model(), "ModelCheckpoint", [&] { background_->finish(impl); });
     if (pending) problem_ = problem;
     lost = background_->was_lost(impl);
@@ -267,7 +267,7 @@ void BackupAndRestore::on_train_begin() {
                    "): fit only restores it. To train anew, remove that file"));
 }
 
-// Made again by the chief where another worker is lost meanwhile.
+// The next chief takes the folder again where a worker is lost meanwhile.
 void BackupAndRestore::take_folder() {
   const bool done_here = checkpoint::keep_at_success(file_);
   checkpoint::keep_at_success(previous_);
@@ -297,19 +297,19 @@ std::function<void()> BackupAndRestore::on_state_lost() {
   return change;
 }
 
-// Again with the one before it, where the last one is damaged.
+// Loads the last backup; where it is damaged, the one before it.
 void BackupAndRestore::load_last_whole(const std::function<void()>& load) {
   std::string problem;
   try {
     return load();
-  } catch (const DataError& error) {  // the same on all workers
+  } catch (const DataError& error) {  // thrown on all workers alike
     problem = error.what();
   }
   take_one_before(problem);
   load();
 }
 
-// It is the last one then.
+// Makes the one before the last backup.
 void BackupAndRestore::take_one_before(const std::string& problem) {
   auto& impl = unwrap(model());
   const auto take = [&] {
@@ -389,7 +389,7 @@ void BackupAndRestore::detach() noexcept {
 }
 
 void BackupAndRestore::on_train_end() {
-  // With what other callbacks changed at the end.
+  // Saves what other callbacks changed at the end, too.
   const auto problem = saved_or_why(model(), "BackupAndRestore", [this] { back_up(); });
   if (!problem.empty()) throw IoError(problem);
   if (!options_.delete_checkpoint || !model().strategy().is_chief()) return;

@@ -66,7 +66,7 @@ bool EarlyStopping::better(double value, double than) const {
   return train::is_better(mode_, value + (mode_ == Mode::max ? -options_.min_delta : options_.min_delta), than);
 }
 
-// The order of keras.callbacks.EarlyStopping: an improvement resets the patience only when it also beats the baseline.
+// Follows keras.callbacks.EarlyStopping: an improvement resets the patience only when it also beats the baseline.
 void EarlyStopping::on_epoch_end(int epoch, const Logs& logs) {
   if (epoch < options_.start_from_epoch) return;
   const auto found = train::monitored("EarlyStopping", options_.monitor, logs);

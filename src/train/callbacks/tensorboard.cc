@@ -42,7 +42,7 @@ void TensorBoard::on_train_batch_end(std::int64_t, const Logs& logs) {
   for (const auto& [name, value] : logs) writers_->train().scalar("batch_" + name, step, value);
 }
 
-// Also without on_train_begin, in an evaluator.
+// In an evaluator it is called without on_train_begin.
 void TensorBoard::on_test_end(const Logs& logs) {
   if (!writers_) writers_ = std::make_shared<Writers>(log_dir_);
   for (const auto& [name, value] : logs) {

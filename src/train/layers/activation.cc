@@ -47,7 +47,7 @@ struct Fans {
   double in, out;
 };
 
-// Of a weight [outputs, inputs, ...], as keras.initializers.compute_fans.
+// Returns the fans of a weight [outputs, inputs, ...], as keras.initializers.compute_fans.
 Fans fans_of(const Tensor& weight) {
   if (weight.dim() < 2) return {static_cast<double>(weight.numel()), static_cast<double>(weight.numel())};
   const double field = static_cast<double>(weight.numel()) / static_cast<double>(weight.size(0) * weight.size(1));
@@ -59,10 +59,10 @@ void fill_uniform(Tensor& tensor, double variance) {
   tensor.uniform_(-limit, limit);
 }
 
-// Truncated at two standard deviations; the divisor makes the standard deviation after the truncation the wanted one.
+// Fills with a normal distribution that is cut off at two deviations; the divisor makes its deviation the wanted one.
 void fill_truncated_normal(Tensor& tensor, double variance) {
   const double deviation = std::sqrt(variance) / 0.87962566103423978;
-  const double edge = std::erf(std::sqrt(2.0));  // the probability to lie within two deviations
+  const double edge = std::erf(std::sqrt(2.0));  // the probability of values within two deviations
   tensor.uniform_(-edge, edge).erfinv_().mul_(deviation * std::sqrt(2.0));
 }
 

@@ -7,7 +7,7 @@
 namespace lockstep {
 namespace {
 
-// On CPUs convolutions and pooling are fastest with channels last; what follows keeps that order.
+// On CPUs convolutions and pooling are fastest with channels last; the layers after these keep that order.
 Tensor in_fastest_order(const Tensor& image) {
   return image.device().is_cpu() && image.size(1) > 1 ? image.contiguous(at::MemoryFormat::ChannelsLast) : image;
 }

@@ -42,7 +42,7 @@ class EmbeddingSpec final : public LayerSpec {
   }
   std::string kind() const override { return "embedding"; }
   BuiltLayer build(const Tensor&) const override {
-    // LibTorch's, which parallelize_module knows.
+    // This is LibTorch's module, which parallelize_module knows.
     auto weight = at::empty({input_dim_, output_dim_});
     options_.embeddings_initializer.fill(weight);
     const auto module = std::make_shared<torch::nn::EmbeddingImpl>(
@@ -75,7 +75,7 @@ class DropoutSpec final : public LayerSpec {
   }
   std::string kind() const override { return "dropout"; }
   BuiltLayer build(const Tensor&) const override {
-    auto module = std::make_shared<train::ParameterModule>();  // knows whether it trains
+    auto module = std::make_shared<train::ParameterModule>();  // its mode says whether the layer trains
     return {module, [module, rate = rate_](const Tensor& x) { return at::dropout(x, rate, module->is_training()); }};
   }
 

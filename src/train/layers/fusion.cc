@@ -9,7 +9,7 @@ namespace {
 
 bool is(const Size2D& size, std::int64_t both) { return size.height == both && size.width == both; }
 
-// The layer's spec, if it is a T.
+// Returns the layer's spec, where it is a T.
 template <class T>
 const T* as(const std::vector<Layer>& layers, std::size_t i) {
   return i < layers.size() ? dynamic_cast<const T*>(&layers[i].spec()) : nullptr;

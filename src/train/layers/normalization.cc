@@ -21,7 +21,7 @@ struct BatchNormModule : train::ParameterModule {
     running_var = register_buffer("running_var", at::ones({channels}));
   }
 
-  // Dimension 1 is what is normalized.
+  // Normalizes dimension 1.
   Tensor forward(const Tensor& x) {
     if (!is_training()) {
       return at::batch_norm(x, weight, bias, running_mean, running_var, /*training=*/false, 0, options.epsilon, false);
@@ -38,7 +38,7 @@ struct BatchNormModule : train::ParameterModule {
     return y;
   }
 
-  // The batch's variance, of which `unbiased` is the unbiased one.
+  // Adds the batch's biased variance, computed from the unbiased one.
   void add_biased(const Tensor& unbiased, const Tensor& x) {
     const double values_of_an_example = static_cast<double>(x.numel()) / static_cast<double>(x.size(1) * x.size(0));
     if (auto* const trace = ops::current_trace()) {

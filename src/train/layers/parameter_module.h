@@ -1,4 +1,4 @@
-// The torch module behind a layer with a weight and a bias.
+// The torch module of a layer with a weight and a bias.
 #pragma once
 
 #include <torch/nn/module.h>

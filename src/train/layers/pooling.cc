@@ -23,7 +23,7 @@ Tensor average_pool(const Tensor& x, const train::Window& window, const train::P
     return at::avg_pool2d(x, train::pair(window.size), train::pair(window.strides), padding.before(), kCeil,
                           kCountPadding);
   }
-  // Sums, divided by how many real elements each window holds.
+  // Returns sums, which are divided by the number of real elements in each window.
   const auto sum = [&](const Tensor& image) {
     return at::avg_pool2d(at::constant_pad_nd(image, padding.as_torch()), train::pair(window.size),
                           train::pair(window.strides), 0, kCeil, kCountPadding, /*divisor_override=*/1);

@@ -15,8 +15,8 @@ namespace lockstep {
 
 namespace {
 
-// The layers that were made for a model, or for a replica of one, so that each is made once. A stack within another
-// uses the outer one's.
+// The layers that were made for a model, or for a replica of one, so that each is made once. A stack within another one
+// uses the outer stack's.
 class MadeLayers {
  public:
   struct Made {

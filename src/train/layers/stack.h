@@ -30,27 +30,27 @@ namespace lockstep::train {
 // Throws InvalidArgument where another model than `model` has the weights of one of the layers, or of one within it.
 void require_free(const std::vector<Layer>& layers, std::int64_t model);
 
-// The layers, and those within them, are the model's from now on; with model 0 nobody's.
+// Gives the layers, and those within them, to the model; with model 0 to nobody.
 void give_to(const std::vector<Layer>& layers, std::int64_t model);
 
 class StackModule : public torch::nn::Module {
  public:
-  // Infers each layer's sizes by sending `input`, a batch of one, through those before it. A layer that comes again,
-  // here or in a stack within this one, is the module that was made for it first. Throws InvalidArgument naming the
-  // layer that cannot take its input.
+  // Infers each layer's sizes by sending `input`, a batch of one, through the layers before it. A layer that comes
+  // again, here or in a stack within this one, is the module that was made for it first. Throws InvalidArgument naming
+  // the layer that cannot take its input.
   StackModule(const std::vector<Layer>& layers, Tensor input);
 
   Tensor forward(Tensor x) const;
 
-  // What `forward` computes one after the other: its pieces, with the submodules that each uses, which are this
-  // module's own.
+  // A piece of `forward`, which computes one piece after the other, with the submodules that the piece uses: modules of
+  // this one.
   struct Piece {
     std::function<Tensor(const Tensor&)> forward;
     std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules;
   };
   const std::vector<Piece>& pieces() const { return pieces_; }
 
-  // What summary prints: a layer's name, its kind, its output's sizes without the batch, its parameters.
+  // A line of summary: a layer's name, its kind, its output's sizes without the batch, its parameters.
   struct Line {
     std::string name, kind;
     std::vector<std::int64_t> output;
@@ -63,7 +63,7 @@ class StackModule : public torch::nn::Module {
   std::vector<Line> lines_;
 };
 
-// The pieces of such a module for batches like `sample`, which Pipelines can have as layers.
+// Returns the pieces of a StackModule for batches like `sample`, which Pipelines can have as layers.
 parallel::Layers pieces_of(const std::vector<Layer>& layers, const Example& sample);
 
 }  // namespace lockstep::train
