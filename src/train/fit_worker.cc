@@ -61,12 +61,4 @@ void ModelImpl::check_on_all(const std::string& what, const std::function<void()
   });
 }
 
-void ModelImpl::on_all_in_section(const std::string& what, const std::function<void()>& act) {
-  in_section(what, [&] {
-    act();
-    if (unwrap(strategy).is_elastic()) topology.all.any(false);
-    return Numbers();
-  });
-}
-
 }  // namespace lockstep

@@ -90,7 +90,14 @@ class ModelImpl {
   Numbers in_section(const std::string& what, const std::function<Numbers()>& act);
 
   // Calls an act() that each worker does for itself: where it returns on one worker, all have completed it.
-  void on_all_in_section(const std::string& what, const std::function<void()>& act);
+  template <class Act>
+  void on_all_in_section(const std::string& what, const Act& act) {
+    in_section(what, [&] {
+      act();
+      if (unwrap(strategy).is_elastic()) topology.all.any(false);
+      return Numbers();
+    });
+  }
 
   // Does what collective::check_on_all does, over topology.peers. `what`: as in_section's.
   void check_on_all(const std::string& what, const std::function<void()>& check);

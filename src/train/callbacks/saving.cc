@@ -64,7 +64,7 @@ void put_aside(const std::string& folder, const std::string& spare) {
 }
 
 // Returns why act() failed; empty where it did not.
-std::string done_or_why(const char* callback, const std::function<void()>& act) {
+std::string done_or_why(const char* callback, const auto& act) {
   try {
     act();
     return {};
@@ -74,7 +74,7 @@ std::string done_or_why(const char* callback, const std::function<void()>& act) 
 }
 
 // Saves, called by all workers. Where the chief is lost meanwhile, the next chief saves. Returns as done_or_why.
-std::string saved_or_why(const Model& model, const char* callback, const std::function<void()>& save) {
+std::string saved_or_why(const Model& model, const char* callback, const auto& save) {
   std::string problem;
   unwrap(model).on_all_in_section(callback, [&] { problem = done_or_why(callback, save); });
   return problem;
@@ -91,7 +91,7 @@ void warn_of(const Model& model, const std::string& problem) {
     log_warning(problem + "; training goes on without this checkpoint");
 }
 
-std::string save_or_warn(const Model& model, const char* callback, const std::function<void()>& save) {
+std::string save_or_warn(const Model& model, const char* callback, const auto& save) {
   auto problem = saved_or_why(model, callback, save);
   warn_of(model, problem);
   return problem;
