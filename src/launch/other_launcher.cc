@@ -65,12 +65,12 @@ OtherLauncher::Message OtherLauncher::next() {
   using Kind = Message::Kind;
   if (!is_broken_) read_some();
   while (!waiting_.empty()) {
-    const auto line = waiting_.front() + "\n";
+    const int signal = signal_in(waiting_.front());
+    const auto message = waiting_.front() + "\n";
     waiting_.pop_front();
-    if (line == kLeave) return {Kind::leave};
-    const int signal = signal_in(line);
-    ranks_are_to_end_ |= line == kEnd || signal != 0;
-    if (line == kEnd) return {Kind::end};
+    if (message == kLeave) return {Kind::leave};
+    ranks_are_to_end_ |= message == kEnd || signal != 0;
+    if (message == kEnd) return {Kind::end};
     if (signal != 0) return {Kind::signal, signal};
   }
   if (!is_broken_) {

@@ -173,6 +173,22 @@ TEST(ALauncher, ThatHearsNothingOfTheOneThatStartedItKillsItsRanks) {
   }
 }
 
+TEST(ALauncher, HearsTheMessagesOfTheOneThatStartedIt) {
+  const auto kinds = with_launcher("alive\nsignal 15\nsignal 0\nleave\nend\n", true, [](OtherLauncher& launcher) {
+    std::string heard;
+    const auto deadline = Deadline::after(std::chrono::seconds(20));
+    while (!heard.ends_with("end ") && !deadline.passed()) {
+      const auto message = launcher.next();
+      using Kind = OtherLauncher::Message::Kind;
+      if (message.kind == Kind::signal) heard += text("signal ", message.signal, " ");
+      if (message.kind == Kind::leave) heard += launcher.ranks_are_to_end() ? "leave " : "leave early ";
+      if (message.kind == Kind::end) heard += "end ";
+    }
+    return heard;
+  });
+  EXPECT_EQ(kinds, "signal 15 leave end ");
+}
+
 TEST(ALauncher, StartsNoRanksBeforeTheOneThatStartedItKnows) {
   const auto waits = [](OtherLauncher& launcher) {
     launcher.wait_for_begin(Deadline::after(std::chrono::seconds(20)));

@@ -360,13 +360,15 @@ TEST(Launch, ASignalIsHeardWhileManyAreStarted) {
 }
 
 TEST(Launch, AHangupEndsTheJobAsAnyWishThatItShouldEndAndIsSaid) {
-  auto job = run({"-n", "1"}, "trap 'echo saved; exit 0' TERM; echo ready; while true; do sleep 0.05; done");
-  job.wait_for_line("[0] ready", kSoon);
-  job.send(SIGHUP);
-  const auto& output = job.wait_for_end(kSoon);
-  expect_has(output, "[0] saved\n");
-  expect_has(output, "lockstep run: ended by signal 1 (Hangup)");
-  EXPECT_EQ(exit_status(job), 129);
+  for (const auto& where : {std::vector<std::string>{"-n", "1"}, {"-H", "localhost"}}) {
+    auto job = run(where, "trap 'echo saved; exit 0' TERM; echo ready; while true; do sleep 0.05; done");
+    job.wait_for_line("[0] ready", kSoon);
+    job.send(SIGHUP);
+    const auto& output = job.wait_for_end(kSoon);
+    expect_has(output, "[0] saved\n");
+    expect_has(output, "lockstep run: ended by signal 1 (Hangup)");
+    EXPECT_EQ(exit_status(job), 129);
+  }
 }
 
 // The process that ends what is left was killed: the launcher goes on.
@@ -376,9 +378,7 @@ TEST(Launch, LivesWithoutItsReaper) {
   std::vector<pid_t> killed;
   for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
     const auto process = std::atoi(entry.path().filename().c_str());
-    std::ifstream file(text("/proc/", process, "/stat"));
-    std::string rest;
-    std::getline(file, rest);
+    const auto rest = contents(text("/proc/", process, "/stat"));
     const auto end = rest.rfind(')');
     if (process == 0 || end == std::string::npos) continue;
     std::istringstream words(rest.substr(end + 2));
