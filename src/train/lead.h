@@ -75,14 +75,16 @@ class Lead {
 
 template <class Act>
 auto Lead::call(const std::string& name, const Act& act, const Follow& follow) -> decltype(act()) {
-  if (is_in_fit()) return act();
-  if (const auto told = begin(name, follow)) return parse<decltype(act())>(*told);
+  const bool is_led = !is_in_fit();
+  if (is_led) {
+    if (const auto told = begin(name, follow)) return parse<decltype(act())>(*told);
+  }
   try {
     const auto result = act();
-    end([&] { return print(result); });
+    if (is_led) end([&] { return print(result); });
     return result;
   } catch (const std::exception& error) {
-    fail(error);
+    if (is_led) fail(error);
     throw;
   }
 }
