@@ -146,7 +146,7 @@ Sums Bucketed::finish(const Group& replicas, double weight, bool check_finite, D
   weights_[static_cast<std::size_t>(replicas.rank())] = weight;
   const bool is_last = [&] {
     MutexLock lock(mutex_);
-    return --unfinished_ == 0;
+    return --unfinished_ <= 0;  // below 0: after a step that broke off without `prepare`
   }();
   if (is_last) {
     check_finite_ = check_finite;
@@ -219,6 +219,7 @@ void Bucketed::publish(const Group& replicas, Deadline deadline) {
 
 void Bucketed::end_step(int replica, StepEnd end) {
   if (replica != 0 || end == StepEnd::broken_off) return;  // after a step that broke off, `prepare` begins anew
+  for (auto& mean : means_) mean.reset();  // they are in buckets that end_pass may make anew
   buckets_->end_pass(0);
   start_step();
 }

@@ -50,6 +50,7 @@ int Supervisor::status() const {
     self_.err << (report_.empty() ? kReport + first_->how_it_ended() : report_) << std::endl;
   }
   if (first_ != nullptr) return first_->status();
+  if (asked_ != 0 && job_.launcher != nullptr && job_.launcher->ranks_are_to_end()) return 128 + asked_;  // it says so
   if (asked_ != 0) return report_signal(asked_, self_.err);
   const auto any = [this](const auto& holds) {
     return std::any_of(processes_.children().begin(), processes_.children().end(), holds);
