@@ -34,13 +34,15 @@ struct Outcome {
 };
 
 struct Program {
-  bool shards = false, in_background = false, validates = false;
+  bool shards = false, in_background = false, validates = false, goes_on = false;
   std::map<int, int> told_to_leave;  // [worker]: after how many of its batches it is told
   std::filesystem::path folder;
 };
 
 // Two fits with an evaluation between them. `begin`: called when the first one begins.
-Outcome train(const Program& program, int worker, const std::function<void()>& begin) {
+Outcome train(
+    const Program& program, int worker, const std::function<void()>& begin,
+    const std::function<void()>& after_batch = [] {}) {
   Sequential model(
       {Dense(5, {.activation = "tanh", .kernel_initializer = "ones"}), Dense(1, {.kernel_initializer = "ones"})});
   model.compile({.optimizer = Adam({.learning_rate = 0.02}), .loss = MeanSquaredError(), .metrics = {"mae"}});
@@ -52,6 +54,7 @@ Outcome train(const Program& program, int worker, const std::function<void()>& b
       LambdaCallback({.on_train_begin = begin,
                       .on_train_batch_end =
                           [&](std::int64_t, const Logs&) {
+                            after_batch();
                             if (leaves != program.told_to_leave.end() && ++batches == leaves->second)
                               train::SignalGuard::of_thread = SIGTERM;
                           }}),
@@ -98,6 +101,7 @@ Drawn draw(unsigned seed) {
   program.shards = below(3) == 0;
   program.in_background = below(3) == 0;
   program.validates = below(2) == 0;
+  program.goes_on = below(3) == 0;
   const int workers = 2 + below(3), newcomers = below(3);
   // With shards the neighbour of a worker that is lost has the only copy of its state.
   int may_be_lost = program.shards ? 1 : workers - 1;
@@ -106,7 +110,7 @@ Drawn draw(unsigned seed) {
     if (i >= workers) fate.begins_after = 1 + below(600);
     if (may_be_lost > 0 && below(3) > 0) {
       --may_be_lost;
-      if (program.shards || below(4) > 0)
+      if (below(4) > 0)
         fate.lost_at = 1 + below(400);
       else
         program.told_to_leave[i] = 1 + below(kEpochs * kStepsOfAnEpoch);
@@ -120,7 +124,7 @@ Drawn draw(unsigned seed) {
     drawn.fates.push_back(fate);
   }
   drawn.described += text(program.shards ? "shards, " : "", program.in_background ? "saves in the background, " : "",
-                          program.validates ? "validates" : "");
+                          program.validates ? "validates, " : "", program.goes_on ? "goes on from a backup" : "");
   return drawn;
 }
 
@@ -147,10 +151,35 @@ void expect_as_alone(const Outcome& outcome, bool losses_too) {
     EXPECT_NEAR(outcome.losses[i], alone().outcome.losses[i], kNear) << "epoch " << i;
 }
 
+// The folder of a backup, of a training that broke off in the second epoch.
+const std::filesystem::path& broken_off() {
+  static const auto folder = [] {
+    const auto made = fresh_folder("simulated_fits", "broken_off");
+    const OneDeviceStrategy strategy("cpu:0", 1);
+    const auto scope = strategy.scope();
+    struct BreaksOff {};
+    int batches = 0;
+    try {
+      train(
+          {.folder = made}, 0, [] {},
+          [&] {
+            if (++batches == kStepsOfAnEpoch + 3) throw BreaksOff();
+          });
+    } catch (const BreaksOff&) {
+    }
+    return made / "backup";
+  }();
+  return folder;
+}
+
 void run(unsigned seed) {
   auto drawn = draw(seed);
   SCOPED_TRACE(testing::Message() << "LOCKSTEP_SEED=" << seed << ": " << drawn.described);
   drawn.program.folder = fresh_folder("simulated_fits", "drawn");
+  if (drawn.program.goes_on) {
+    std::filesystem::copy(broken_off(), drawn.program.folder / "backup");
+    std::filesystem::copy(broken_off().parent_path() / "epoch-1.safetensors", drawn.program.folder);
+  }
   simulated::Job job(seed, drawn.fates);
   std::map<int, Outcome> outcomes;
   std::mutex mutex;

@@ -37,7 +37,7 @@ class OpenTraining {
 // The processes that train together: members of a job, whose Groups they make. In an elastic job the members go from
 // one generation to the next; else there is only one.
 //
-// One thread; any thread may call `fail_waiters` and `tell_failure`.
+// One thread; any thread may call `fail_waiters` and `tell_failure`, but while the members change.
 class Membership {
  public:
   virtual ~Membership() = default;
@@ -75,6 +75,9 @@ class Membership {
   // Do what the functions in elastic/failures.h do.
   virtual void tell_failure(std::int64_t section, const std::exception& error) const = 0;
   virtual void require_fewer_than_two_failures(std::int64_t section) const = 0;
+
+  // This process trains no more: the others see that it has gone. Does not throw.
+  virtual void leave() {}
 };
 
 // The members of a Job.
@@ -104,6 +107,7 @@ class JobMembership final : public Membership {
   std::function<std::optional<int>()> watch_for_losses() const override;
   void tell_failure(std::int64_t section, const std::exception& error) const override;
   void require_fewer_than_two_failures(std::int64_t section) const override;
+  void leave() override { presence_.reset(); }
 
  private:
   Job job_;  // of this generation

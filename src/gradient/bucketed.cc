@@ -219,7 +219,7 @@ void Bucketed::publish(const Group& replicas, Deadline deadline) {
 
 void Bucketed::end_step(int replica, StepEnd end) {
   if (replica != 0 || end == StepEnd::broken_off) return;  // after a step that broke off, `prepare` begins anew
-  for (auto& mean : means_) mean.reset();  // they are in buckets that end_pass may make anew
+  for (auto& mean : means_) mean.reset();                  // they are in buckets that end_pass may make anew
   buckets_->end_pass(0);
   start_step();
 }

@@ -21,7 +21,7 @@ constexpr const char* kSomePart = "a part of the optimizer's state";
 
 // The newest version with which all can go on: no process has an older one alone. A process that has newer ones alone
 // came with them, and has nothing of this one.
-std::optional<std::int64_t> newest_of_all(const std::vector<std::map<std::int64_t, int>>& all) {
+std::int64_t newest_of_all(const std::vector<std::map<std::int64_t, int>>& all) {
   std::set<std::int64_t> versions;
   for (const auto& of_process : all) {
     for (const auto& [version, rank] : of_process) versions.insert(version);
@@ -32,7 +32,7 @@ std::optional<std::int64_t> newest_of_all(const std::vector<std::map<std::int64_
     };
     if (std::all_of(all.begin(), all.end(), can_go_on)) return *version;
   }
-  return std::nullopt;
+  return *versions.begin();  // the oldest one always can
 }
 
 // Throws ClusterError where nobody has any.
@@ -139,13 +139,9 @@ void MovingState::move(Updater& updater) {
 void MovingState::divide_anew(Updater& updater, const std::vector<Versions>& all) {
   const auto next_version = newest_of_any(all) + 1;
   const auto version = newest_of_all(all);
-  std::string lost = version ? "" : kSomePart;
-  ShardMoves moves;
-  if (version) {
-    go_back_to(*version, updater);
-    moves = moves_between(held_now(*version, all), updater.ownership().held());
-    if (!moves.lost.empty()) lost = names_of(moves.lost);
-  }
+  go_back_to(version, updater);
+  const auto moves = moves_between(held_now(version, all), updater.ownership().held());
+  const auto lost = moves.lost.empty() ? std::string() : names_of(moves.lost);
   // Of a model that is split, others may have lost their part.
   if (parameters_->topology().all.any(!lost.empty())) return lose_state(updater, all, lost.empty() ? kSomePart : lost);
   auto states = updater.initial_states();

@@ -134,7 +134,7 @@ struct DeviceMesh::State {
     const auto job = Job::newcomer(cluster, with.group.timeout_seconds);
     int stride = number_of_ranks(axes);
     claim.emplace(*job.stores(), job.world(), stride);
-    membership = std::make_shared<elastic::JobMembership>(job, stride, claim->part());
+    take_membership(std::make_shared<elastic::JobMembership>(job, stride, claim->part()));
     ranks = Communicator(job.group(with.group), with.timeout_seconds);  // this rank alone
     for (const auto& axis : axes) {
       stride /= axis.size;
@@ -144,11 +144,17 @@ struct DeviceMesh::State {
     }
   }
 
+  void take_membership(std::shared_ptr<elastic::JobMembership> of) {
+    membership = std::move(of);
+    job = membership->job();
+  }
+
   // The number of this rank's part in a row's copy of a model.
   int part() const { return claim ? claim->part() : ranks.rank() % number_of_ranks(in_one_row(axes)); }
 
   std::vector<Axis> axes;
   std::shared_ptr<elastic::JobMembership> membership;  // null where it was made of a Communicator
+  std::optional<Job> job;                              // its job, of this generation
   DeviceMeshOptions options;
   std::optional<elastic::ClaimedPart> claim;  // of a newcomer
   bool has_elastic_strategy = false;
@@ -171,9 +177,9 @@ DeviceMesh::DeviceMesh(std::vector<Axis> axes, DeviceMeshOptions options) {
   state_ = std::make_shared<State>(std::move(axes), ranks, options.elastic ? "" : job.world().host);
   state_->options = options;
   const int row_size = number_of_ranks(in_one_row(state_->axes));
-  state_->membership = options.elastic && job.stores() != nullptr
-                           ? std::make_shared<elastic::JobMembership>(job, row_size, state_->part())
-                           : std::make_shared<elastic::JobMembership>(job);
+  state_->take_membership(options.elastic && job.stores() != nullptr
+                              ? std::make_shared<elastic::JobMembership>(job, row_size, state_->part())
+                              : std::make_shared<elastic::JobMembership>(job));
 }
 
 bool DeviceMesh::contains(const std::string& axis) const {
@@ -191,6 +197,7 @@ void DeviceMesh::regroup(double timeout_seconds) const {
   auto options = state_->options.group;
   options.timeout_seconds = timeout_seconds;
   const auto all = state_->membership->group(options);
+  state_->job = state_->membership->job();
   auto& axes = state_->axes;
   const int row_size = number_of_ranks(in_one_row(axes));
   if (all.size() % row_size != 0)
@@ -203,9 +210,7 @@ void DeviceMesh::regroup(double timeout_seconds) const {
 }
 
 const DeviceMeshOptions& DeviceMesh::options() const { return state_->options; }
-std::optional<Job> DeviceMesh::job() const {
-  return state_->membership != nullptr ? std::optional(state_->membership->job()) : std::nullopt;
-}
+const std::optional<Job>& DeviceMesh::job() const { return state_->job; }
 std::shared_ptr<elastic::Membership> DeviceMesh::membership() const { return state_->membership; }
 const Communicator& DeviceMesh::ranks() const { return state_->ranks; }
 const std::vector<DeviceMesh::Axis>& DeviceMesh::axes() const { return state_->axes; }

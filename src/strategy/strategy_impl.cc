@@ -87,6 +87,10 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   }
 }
 
+StrategyImpl::~StrategyImpl() {
+  if (membership() != nullptr) membership()->leave();
+}
+
 std::string StrategyImpl::describe() const {
   const auto& [membership, group, buckets, shard_state, elastic, compare_copies_every, replace_differing] =
       *settings_.workers;

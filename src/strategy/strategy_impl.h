@@ -68,6 +68,7 @@ class StrategyImpl {
   // Throws InvalidArgument for a device that does not exist or is named twice. With workers it is collective, and
   // throws as make_group does.
   explicit StrategyImpl(strategy::StrategySettings settings);
+  ~StrategyImpl();
 
   const strategy::StrategySettings& settings() const { return settings_; }
   int replicas() const { return topology_.replicas; }  // of this process

@@ -58,6 +58,7 @@ class AssignedSteps final : public StepSource {
       if ((interrupted_ = interrupted())) return false;
     }
     step_ = coordinator_.wait_for_step(deadline);
+    interrupted_ = !step_ && interrupted();
     return step_.has_value();
   }
 

@@ -49,6 +49,8 @@ ModelImpl::Numbers ModelImpl::in_section(const std::string& what, const std::fun
     return act();
   }
   if (training != nullptr) return training->run_or_act(act);
+  const auto& all = unwrap(strategy);
+  if (!all.is_elastic() || all.completed_sections().is_in_one) return act();
   train::FitWorker worker(*this, what, [] {});
   return train::Training::of(worker)->run_or_act(act);
 }

@@ -50,6 +50,7 @@ class Lead {
   virtual void fetch() const;
 
   // Write files. Collective, in a section. The model is built, and compiled for a checkpoint.
+  virtual void fetch_before_saving() const {}
   virtual void write_weights(const std::string& path) const;
   virtual void write_checkpoint(const std::string& path) const;
 

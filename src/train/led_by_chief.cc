@@ -64,10 +64,7 @@ void LedByChief::fetch() const {
 }
 
 void LedByChief::write_weights(const std::string& path) const {
-  once([&] {
-    fetch();  // workers have updated the servers' values
-    Lead::write_weights(path);
-  });
+  once([&] { Lead::write_weights(path); });
 }
 
 void LedByChief::write_checkpoint(const std::string& path) const {

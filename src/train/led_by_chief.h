@@ -27,6 +27,7 @@ class LedByChief final : public Lead {
   // On the chief, during a fit, brings also the buffers that workers have reported.
   void fetch() const override;
 
+  void fetch_before_saving() const override { fetch(); }
   void write_weights(const std::string& path) const override;
   void write_checkpoint(const std::string& path) const override;
   void load_checkpoint(const std::string& path) const override;

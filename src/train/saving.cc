@@ -96,6 +96,7 @@ void Model::load_weights(const std::string& path, const LoadWeightsOptions& opti
 }
 
 Archive ModelImpl::save_weights() const {
+  lead->fetch_before_saving();
   Archive archive;
   ReplicatedModule(parameters).trackable().save(archive, "");
   return archive;

@@ -72,7 +72,7 @@ class DeviceMesh {
   int coordinate(const std::string& axis) const { return (*this)[axis].rank(); }
 
   // The processes of the mesh; none where the mesh was made of a Communicator.
-  std::optional<Job> job() const;
+  const std::optional<Job>& job() const;
   const DeviceMeshOptions& options() const;
 
   // "data 1, tensor 0": the coordinates of a rank of `ranks()`.

@@ -1,0 +1,152 @@
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <utility>
+
+#include "checkpoint/files.h"
+#include "checkpoint/own_files.h"
+#include "lockstep/train/model.h"
+#include "lockstep/train/saving_callbacks.h"
+#include "train/callbacks/background_save.h"
+#include "train/callbacks/file_pattern.h"
+#include "train/callbacks/monitor.h"
+#include "train/callbacks/saving.h"
+
+namespace lockstep {
+
+ModelCheckpoint::ModelCheckpoint(std::string filepath, ModelCheckpointOptions options)
+    : filepath_(std::move(filepath)), options_(std::move(options)), background_(std::make_shared<BackgroundSave>()) {
+  require_not_negative("ModelCheckpoint: save_freq", options_.save_freq);
+  require_not_negative("ModelCheckpoint: max_to_keep", options_.max_to_keep);
+}
+
+void ModelCheckpoint::on_train_begin() {
+  auto& impl = unwrap(model());
+  if (options_.save_best_only) mode_ = train::resolved("ModelCheckpoint", options_.mode, options_.monitor, model());
+  std::vector<std::string> names{"epoch", "batch"};
+  for (const auto& [name, value] : impl.tracker->logs()) {
+    names.push_back(name);
+    if (plan().validates && options_.save_freq == 0) names.push_back("val_" + name);
+  }
+  // A callback of the user's may add logs of its own.
+  const bool known = std::all_of(impl.callbacks.begin(), impl.callbacks.end(), [](const AnyCallback& callback) {
+    return train::name_of_type(*callback.operator->()).starts_with("lockstep::");
+  });
+  train::fill_in(filepath_, [&](const std::string& name) {
+    if (std::find(names.begin(), names.end(), name) != names.end()) return 0.0;
+    if (!known && !name.starts_with("val_")) return 0.0;
+    const char* const why = plan().validates || !name.starts_with("val_") ? "" : " (this fit has no validation_data)";
+    throw InvalidArgument(
+        text("ModelCheckpoint: no log is called {", name, "} as in ", filepath_, why, "; there are ", join(names)));
+  });
+  require_no_servers("ModelCheckpoint", options_.background, model());
+  background_->start(impl);
+  const auto require_folder = [&] {
+    const auto folder = train::fixed_folder_of(filepath_);
+    checkpoint::require_writable_folder(folder);
+    checkpoint::require_index_or_nothing(std::filesystem::path(folder) / "checkpoint");
+  };
+  impl.on_all_in_section("ModelCheckpoint", [&] { impl.topology.all.run_on_rank_0(require_folder); });
+}
+
+void ModelCheckpoint::on_train_batch_end(std::int64_t batch, const Logs& logs) {
+  batch_ = batch;
+  logs_ = logs;
+  if (background_->is_lost(unwrap(model()))) make_again();
+  since_save_ += unwrap(model()).batches_of_call;
+  if (options_.save_freq == 0 || since_save_ < options_.save_freq) return;
+  since_save_ = 0;
+  if (!options_.save_best_only || improves(logs)) save_model(batch, logs);
+}
+
+void ModelCheckpoint::on_epoch_end(int, const Logs& logs) {
+  if (options_.save_freq > 0) return;
+  if (!options_.save_best_only || improves(logs)) save_model(batch_, logs);
+}
+
+void ModelCheckpoint::on_interrupt() {
+  if (!options_.save_best_only) save_model(batch_, logs_);
+  if (options_.background) finish_writing();
+}
+
+bool ModelCheckpoint::improves(const Logs& logs) {
+  const auto value = train::monitored("ModelCheckpoint", options_.monitor, logs);
+  if (!value || (best_ && !train::is_better(mode_, *value, *best_))) return false;
+  best_ = value;
+  return true;
+}
+
+void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
+  const auto path = train::fill_in(filepath_, [&](const std::string& name) {
+    if (name == "epoch") return epoch_ + 1.0;
+    if (name == "batch") return static_cast<double>(batch + 1);
+    return logs.contains(name) ? logs[name] : std::nan("");  // no validation in this epoch, or interrupted before
+  });
+  auto& impl = unwrap(model());
+  if (options_.background) {
+    finish_writing();
+    begin_to_write(path);
+    return;
+  }
+  problem_ = save_or_warn(model(), "ModelCheckpoint", [&] {
+    options_.save_weights_only ? impl.write_weights(path) : impl.lead->write_checkpoint(path);
+    auto kept = kept_;
+    impl.topology.all.run_on_rank_0([&] { record_checkpoint(path, kept, options_.max_to_keep); });
+  });
+  if (problem_.empty()) keep_checkpoint(path, kept_, options_.max_to_keep);
+}
+
+void ModelCheckpoint::begin_to_write(const std::string& path) {
+  std::erase(kept_, path);  // where it is written again
+  const auto record = [path, kept = kept_, max = options_.max_to_keep](const std::function<void()>& write) mutable {
+    write();
+    record_checkpoint(path, kept, max);
+  };
+  written_ = path;
+  problem_ = save_or_warn(model(), "ModelCheckpoint", [&] {
+    background_->begin(unwrap(model()), {.path = path, .weights_only = options_.save_weights_only, .around = record});
+  });
+  keep_checkpoint(path, kept_, options_.max_to_keep);
+}
+
+void ModelCheckpoint::finish_writing() {
+  auto& impl = unwrap(model());
+  for (bool lost = true; lost;) {
+    const bool pending = background_->is_pending();  // else problem_ is of a save that could not begin
+    const auto problem = save_or_warn(model(), "ModelCheckpoint", [&] { background_->finish(impl); });
+    if (pending) problem_ = problem;
+    lost = background_->was_lost(impl);
+    if (lost) make_again();
+  }
+}
+
+void ModelCheckpoint::make_again() {
+  warn_of_lost(model(), "ModelCheckpoint", written_);
+  begin_to_write(written_);
+}
+
+void ModelCheckpoint::detach() noexcept { background_->give_up(for_other_workers(model())); }
+
+void ModelCheckpoint::on_train_end() {
+  if (options_.background) finish_writing();
+  if (!problem_.empty()) throw IoError(std::exchange(problem_, ""));
+}
+
+void ModelCheckpoint::save(Archive& archive, const std::string& prefix) const {
+  if (best_) archive.set_numbers(prefix + "/best", {*best_});
+  archive.entries[prefix + "/since_save"] = std::to_string(since_save_);
+  save_kept(kept_, train::fixed_folder_of(filepath_), archive, prefix + "/kept");
+}
+
+std::function<void()> ModelCheckpoint::load(const Archive& archive, const std::string& prefix) {
+  std::optional<double> best;
+  if (archive.entries.contains(prefix + "/best")) best = archive.number(prefix + "/best");
+  return [this, best, since_save = archive.integer(prefix + "/since_save"),
+          kept = load_kept(archive, prefix + "/kept", train::fixed_folder_of(filepath_))] {
+    best_ = best;
+    since_save_ = since_save;
+    kept_ = kept;
+  };
+}
+
+}  // namespace lockstep

@@ -1,0 +1,65 @@
+// What the callbacks that save have in common.
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "train/model_impl.h"
+
+namespace lockstep {
+
+// Returns how long a fit that throws waits for the others' parts of a checkpoint: not at all where the others go on,
+// and write another one.
+inline std::chrono::seconds for_other_workers(const Model& model) {
+  return std::chrono::seconds(unwrap(model.strategy()).is_elastic() ? 0 : 10);
+}
+
+inline void require_not_negative(const char* what, std::int64_t value) {
+  if (value < 0) throw InvalidArgument(text(what, " is ", value, "; it must be 0 or more"));
+}
+
+inline void require_no_servers(const char* callback, bool background, const Model& model) {
+  if (!background || !unwrap(model).lead->has_servers_checkpoints()) return;
+  throw InvalidArgument(text(callback,
+                             ": background is not for strategies with parameter servers, which write a "
+                             "checkpoint without stopping the steps anyway"));
+}
+
+// Returns why act() failed; empty where it did not.
+std::string done_or_why(const char* callback, const auto& act) {
+  try {
+    act();
+    return {};
+  } catch (const IoError& error) {  // thrown on all workers
+    return text(callback, ": ", error.what());
+  }
+}
+
+// Saves, called by all workers. Where the chief is lost meanwhile, the next chief saves. Returns as done_or_why.
+std::string saved_or_why(const Model& model, const char* callback, const auto& save) {
+  std::string problem;
+  unwrap(model).on_all_in_section(callback, [&] { problem = done_or_why(callback, save); });
+  return problem;
+}
+
+inline void warn_of_lost(const Model& model, const char* callback, const std::string& path) {
+  if (!model.strategy().is_chief()) return;
+  log_warning(text(callback, ": ", path, " was not whole when the workers changed: it is made again, of this step"));
+}
+
+// Where the disk is full, or is gone, training goes on without this checkpoint.
+inline void warn_of(const Model& model, const std::string& problem) {
+  if (!problem.empty() && model.strategy().is_chief())
+    log_warning(problem + "; training goes on without this checkpoint");
+}
+
+std::string save_or_warn(const Model& model, const char* callback, const auto& save) {
+  auto problem = saved_or_why(model, callback, save);
+  warn_of(model, problem);
+  return problem;
+}
+
+}  // namespace lockstep
