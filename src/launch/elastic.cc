@@ -55,6 +55,9 @@ void Elastic::lose(const Child& host, bool found_nobody) {
   if (hosts_ != nullptr) hosts_->lost(host.name(), found_nobody);
 }
 
+// The job fails where nobody or too few are left, and where it had not begun on another host that failed. A rank that
+// failed alone is started again while there are restarts. Where processes that wait to join will find whether anybody
+// is left, the job goes on until they have.
 Verdict Elastic::after_failure(const Processes& all, const Child& member) {
   if (is_without_members(all)) {
     find_nobody(all);

@@ -67,11 +67,8 @@ class TokenFile {
   explicit TokenFile(const std::string& digits);
 
   const std::string& digits() const { return digits_; }
-
   const Access& access() const { return access_; }
-
-  // For LOCKSTEP_TOKEN_FILE.
-  const std::string& path() const { return path_; }
+  const std::string& path() const { return path_; }  // for LOCKSTEP_TOKEN_FILE
 
  private:
   std::string digits_;

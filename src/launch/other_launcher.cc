@@ -107,17 +107,9 @@ PartOutput::PartOutput(int descriptor, OtherLauncher& launcher, double silent_se
   fcntl(descriptor, F_SETFL, O_NONBLOCK);
 }
 
-PartOutput::int_type PartOutput::overflow(int_type character) {
-  if (character != traits_type::eof()) pending_ += traits_type::to_char_type(character);
-  return traits_type::not_eof(character);
-}
-
-std::streamsize PartOutput::xsputn(const char* bytes, std::streamsize count) {
-  pending_.append(bytes, static_cast<std::size_t>(count));
-  return count;
-}
-
 int PartOutput::sync() {
+  const auto pending = str();
+  str({});
   if (dropped_ > 0) {
     const auto lines = text(in_line_ ? "\n" : "", "lockstep: ", dropped_, " lines of this host were dropped\n");
     if (write(descriptor_, lines.data(), lines.size()) == static_cast<ssize_t>(lines.size())) {
@@ -127,20 +119,18 @@ int PartOutput::sync() {
   }
   bool writable = dropped_ == 0;
   std::size_t written = 0;
-  while (writable && written < pending_.size()) {
-    const auto count = write(descriptor_, pending_.data() + written, pending_.size() - written);
+  while (writable && written < pending.size()) {
+    const auto count = write(descriptor_, pending.data() + written, pending.size() - written);
     if (count > 0) {
       written += static_cast<std::size_t>(count);
-      in_line_ = pending_[written - 1] != '\n';
+      in_line_ = pending[written - 1] != '\n';
       continue;
     }
     writable = (errno == EAGAIN || errno == EINTR) && !launcher_.is_silent_for(silent_seconds_);
     pollfd poll_for{descriptor_, POLLOUT, 0};
     if (writable) poll(&poll_for, 1, kBetweenTriesMs);
   }
-  dropped_ +=
-      static_cast<int>(std::count(pending_.begin() + static_cast<std::ptrdiff_t>(written), pending_.end(), '\n'));
-  pending_.clear();
+  dropped_ += static_cast<int>(std::count(pending.begin() + static_cast<std::ptrdiff_t>(written), pending.end(), '\n'));
   return 0;
 }
 

@@ -3,7 +3,7 @@
 
 #include <deque>
 #include <optional>
-#include <streambuf>
+#include <sstream>
 #include <string>
 
 #include "launch/lines.h"
@@ -94,20 +94,17 @@ class OtherLauncher {
 // that takes no more, it waits while the other launcher shows signs of life, which may read slowly. Where that launcher
 // has been silent for so long, it drops what it has: otherwise the ranks, which print into this process, would stop
 // when the network between the launchers breaks.
-class PartOutput : public std::streambuf {
+class PartOutput : public std::stringbuf {
  public:
   PartOutput(int descriptor, OtherLauncher& launcher, double silent_seconds);
 
  protected:
-  int_type overflow(int_type character) override;
-  std::streamsize xsputn(const char* bytes, std::streamsize count) override;
   int sync() override;
 
  private:
   const int descriptor_;
   OtherLauncher& launcher_;
   const double silent_seconds_;
-  std::string pending_;
   bool in_line_ = false;  // a part of a line was written
   int dropped_ = 0;       // lines
 };

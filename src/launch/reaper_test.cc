@@ -8,6 +8,7 @@
 
 #include "base/child_process_testing.h"
 #include "launch/child.h"
+#include "lockstep/base/deadline.h"
 
 namespace lockstep::launch {
 namespace {
