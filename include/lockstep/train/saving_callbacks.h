@@ -102,9 +102,7 @@ class BackupAndRestore : public Callback {
  private:
   void back_up(bool in_background = false);
   void write_backup(bool in_background);
-  void load_last_whole();
-  std::function<void()> read_last();
-  std::function<void()> with_last_whole(const std::function<std::function<void()>()>& read);
+  void load_last_whole(const std::function<void()>& load);
   void take_one_before(const std::string& problem);
   void take_folder();
   bool is_there() const;

@@ -39,6 +39,14 @@ void put_aside(const std::string& folder, const std::string& spare) {
       text("BackupAndRestore: ", spare, " is no file that Lockstep wrote, or was damaged: it is ", damaged, " now"));
 }
 
+// Reads on all workers. Returns what gives the model the state of the backup.
+std::function<void()> change_to_backup(ModelImpl& impl, const std::string& file) {
+  std::function<void()> change;
+  impl.on_all_in_section("BackupAndRestore",
+                         [&] { change = impl.change_to(ModelImpl::parse_read(file, impl.read_on_all(file))); });
+  return change;
+}
+
 }  // namespace
 
 BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options)
@@ -62,7 +70,10 @@ void BackupAndRestore::on_train_begin() {
     if (impl.lead->has_servers_checkpoints()) model().save_checkpoint(file_);  // for servers that are started again
     return;
   }
-  load_last_whole();
+  load_last_whole([&] {
+    if (impl.lead->has_servers_checkpoints()) return model().load_checkpoint(file_);
+    change_to_backup(impl, file_)();
+  });
   if (!model().strategy().is_chief()) return;
   const bool at_end = impl.stopping || impl.progress.epoch >= plan().epochs;
   if (!at_end) {
@@ -98,36 +109,21 @@ bool BackupAndRestore::is_there() const {
 std::function<void()> BackupAndRestore::on_state_lost() {
   background_->give_up(std::chrono::seconds(0));
   if (!is_there()) return nullptr;
-  return with_last_whole([this] { return read_last(); });
-}
-
-// Reads on all workers. Returns what gives the model the state of the last backup.
-std::function<void()> BackupAndRestore::read_last() {
-  auto& impl = unwrap(model());
   std::function<void()> change;
-  impl.on_all_in_section("BackupAndRestore",
-                         [&] { change = impl.change_to(ModelImpl::parse_read(file_, impl.read_on_all(file_))); });
+  load_last_whole([&] { change = change_to_backup(unwrap(model()), file_); });
   return change;
 }
 
-void BackupAndRestore::load_last_whole() {
-  with_last_whole([this]() -> std::function<void()> {
-    if (!unwrap(model()).lead->has_servers_checkpoints()) return read_last();
-    model().load_checkpoint(file_);
-    return [] {};
-  })();
-}
-
-// Reads the last backup; where it is damaged, the one before it.
-std::function<void()> BackupAndRestore::with_last_whole(const std::function<std::function<void()>()>& read) {
+// Loads the last backup; where it is damaged, the one before it.
+void BackupAndRestore::load_last_whole(const std::function<void()>& load) {
   std::string problem;
   try {
-    return read();
+    return load();
   } catch (const DataError& error) {  // thrown on all workers alike
     problem = error.what();
   }
   take_one_before(problem);
-  return read();
+  load();
 }
 
 // Makes the one before the last backup.

@@ -1,4 +1,4 @@
-// What the callbacks that save have in common.
+// Functions that the callbacks that save share.
 #pragma once
 
 #include <chrono>
