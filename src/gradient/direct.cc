@@ -22,7 +22,7 @@ bool is_finite(const at::Tensor& gradient) {
   return std::isfinite(gradient.scalar_type() == at::kDouble ? squares(double()) : squares(float()));
 }
 
-// Those on a GPU are checked together, for which the host waits once.
+// Gradients on a GPU are checked together, so that the host waits once.
 bool are_finite(const std::vector<at::Tensor>& gradients) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> on_gpu;
@@ -120,7 +120,7 @@ void Direct::sum_up(const Group& replicas, Deadline deadline) {
     tree_->floats[rank].add_(tree_->floats[rank + distance]);
     tree_->doubles[rank].add_(tree_->doubles[rank + distance]);
   }
-  for (std::size_t slot = 0; rank == 0 && slot < tree_->sums.size(); ++slot) {  // which replica 0 alone reads
+  for (std::size_t slot = 0; rank == 0 && slot < tree_->sums.size(); ++slot) {  // replica 0 alone reads them
     const bool any = std::any_of(contributions_.begin(), contributions_.end(),
                                  [&](const auto& one) { return one.gradients[slot].defined(); });
     tree_->sums[slot] = any ? tree_->places[0][slot] : at::Tensor();
