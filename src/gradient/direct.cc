@@ -58,6 +58,15 @@ at::Tensor in_shape_of(const at::Tensor& parameter, const at::Tensor& flat) {
       flat.data_ptr(), parameter.sizes(), [flat](void*) {}, flat.options());
 }
 
+at::Tensor placed_in(const at::Tensor& flat, const at::Tensor& gradient) {
+  if (!gradient.defined()) return gradient;
+  if (gradient.const_data_ptr() != flat.const_data_ptr()) {
+    const at::NoGradGuard no_grad;
+    flat.copy_(gradient.view({-1}));
+  }
+  return flat;
+}
+
 Direct::Direct(const ReplicatedParameters& parameters, Exchange exchange, int root)
     : Reduction(ownership_of(parameters, exchange, root), /*during_backward=*/false),
       parameters_(parameters),
