@@ -92,7 +92,7 @@ class Bucketed final : public Reduction {
 
   // Written by replica 0 in `finish`.
   std::vector<at::Tensor> means_;           // [slot]: those that have a gradient on any rank
-  const std::span<const at::Tensor> part_;  // the same
+  const std::span<const at::Tensor> part_;  // a view of them
   Sums sums_;
 
   Mutex mutex_;

@@ -22,7 +22,7 @@ bool is_finite(const at::Tensor& gradient) {
   return std::isfinite(gradient.scalar_type() == at::kDouble ? squares(double()) : squares(float()));
 }
 
-// Those on a GPU are checked together, for which the host waits once.
+// Gradients on a GPU are checked together, so that the host waits once.
 bool are_finite(const std::vector<at::Tensor>& gradients) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> on_gpu;
@@ -56,6 +56,15 @@ at::Tensor in_shape_of(const at::Tensor& parameter, const at::Tensor& flat) {
   if (!parameter.is_cpu()) return {};
   return at::from_blob(
       flat.data_ptr(), parameter.sizes(), [flat](void*) {}, flat.options());
+}
+
+at::Tensor placed_in(const at::Tensor& flat, const at::Tensor& gradient) {
+  if (!gradient.defined()) return gradient;
+  if (gradient.const_data_ptr() != flat.const_data_ptr()) {
+    const at::NoGradGuard no_grad;
+    flat.copy_(gradient.view({-1}));
+  }
+  return flat;
 }
 
 Direct::Direct(const ReplicatedParameters& parameters, Exchange exchange, int root)
@@ -120,7 +129,7 @@ void Direct::sum_up(const Group& replicas, Deadline deadline) {
     tree_->floats[rank].add_(tree_->floats[rank + distance]);
     tree_->doubles[rank].add_(tree_->doubles[rank + distance]);
   }
-  for (std::size_t slot = 0; rank == 0 && slot < tree_->sums.size(); ++slot) {  // which replica 0 alone reads
+  for (std::size_t slot = 0; rank == 0 && slot < tree_->sums.size(); ++slot) {  // replica 0 alone reads them
     const bool any = std::any_of(contributions_.begin(), contributions_.end(),
                                  [&](const auto& one) { return one.gradients[slot].defined(); });
     tree_->sums[slot] = any ? tree_->places[0][slot] : at::Tensor();

@@ -62,4 +62,8 @@ class Direct final : public Reduction {
 // Flat memory for a gradient as memory_for offers it: in the parameter's shape; undefined on another device.
 at::Tensor in_shape_of(const at::Tensor& parameter, const at::Tensor& flat);
 
+// Flat memory with the gradient in it: copies it there, unless backward has written it there. An undefined gradient
+// stays undefined.
+at::Tensor placed_in(const at::Tensor& flat, const at::Tensor& gradient);
+
 }  // namespace lockstep::gradient

@@ -46,7 +46,7 @@ void GradientHooks::expect_one_backward(int replica) {
 void GradientHooks::take_all(int replica) {
   auto& step = of(replica);
   step.expects_backward = false;
-  if (!reduction_.during_backward()) std::fill(step.added.begin(), step.added.end(), false);  // by a step that failed
+  if (!reduction_.during_backward()) std::fill(step.added.begin(), step.added.end(), false);  // a step failed
   ops::clear_gradient_memory();
   require_as_first(replica);
   for (std::size_t i = 0; i < takes_.size(); ++i) {

@@ -57,13 +57,7 @@ at::Tensor Mapped::memory_for(int replica, std::size_t slot) const {
 }
 
 void Mapped::add(int replica, std::size_t slot, const at::Tensor& gradient) {
-  if (!gradient.defined()) return own_.add(replica, slot, gradient);
-  const auto& shared = own_gradient(replica, slot);
-  if (gradient.const_data_ptr() != shared.const_data_ptr()) {
-    const at::NoGradGuard no_grad;
-    shared.copy_(gradient.view({-1}));
-  }
-  own_.add(replica, slot, shared);
+  own_.add(replica, slot, placed_in(own_gradient(replica, slot), gradient));
 }
 
 Sums Mapped::finish(const Group& replicas, double weight, bool check_finite, Deadline deadline) {

@@ -39,8 +39,8 @@ class Mapped final : public Reduction {
   std::vector<std::vector<at::Tensor>> gradients_;  // [replica of all ranks, numbered through][slot]: flat
 
   Direct own_;                                      // of this process's replicas
-  std::vector<std::vector<at::Tensor>> added_;      // those of gradients_ that this step has
-  std::vector<std::span<const at::Tensor>> parts_;  // the same, as Sums::parts
+  std::vector<std::vector<at::Tensor>> added_;      // the tensors of gradients_ that this step has
+  std::vector<std::span<const at::Tensor>> parts_;  // views of them, as Sums::parts
   Sums sums_;                                       // written by replica 0
 };
 

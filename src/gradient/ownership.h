@@ -28,7 +28,7 @@ using ShardsOfRanks = std::vector<std::vector<Shard>>;  // [rank]
 // Shards by their owner: a replica of this process, or a rank. Constant.
 class ShardMap {
  public:
-  // Of no shard.
+  // Owns no shard.
   ShardMap() = default;
 
   // Equal shares of the elements, cut at whole cache lines.

@@ -54,8 +54,8 @@ class Reduction {
   // Which elements this process updates. The object stays; its value changes in `prepare` alone.
   const Ownership& ownership() const { return ownership_; }
 
-  // Whether gradients are added while backward runs, from host memory; else after it, from where they are. Constant.
-  // Where it is true, a barrier of the replicas follows after end_step.
+  // True where gradients are added while backward runs, from host memory; a barrier of the replicas then follows
+  // end_step. Else gradients are added after backward, from where they lie. Constant.
   bool during_backward() const { return during_backward_; }
 
   // Before the first step, and again after the processes' Communicator has got another Group: a step may have broken
@@ -84,7 +84,7 @@ class Reduction {
   enum class StepEnd { complete, broken_off };
   virtual void end_step(int replica, StepEnd end) = 0;
 
-  // What a checkpoint keeps so that sums have the same bits after a restart: the order of slots in which rank 0's first
+  // A checkpoint keeps it, so that sums have the same bits after a restart: the order of slots in which rank 0's first
   // step made their gradients, and the running weight scale. Empty before the first step. Restored on all processes, by
   // one thread between steps.
   struct State {

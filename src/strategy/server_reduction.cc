@@ -143,12 +143,7 @@ at::Tensor ServerReduction::memory_for(int replica, std::size_t slot) const {
 void ServerReduction::add(int replica, std::size_t slot, const at::Tensor& gradient) {
   if (!gradient.defined()) return own_.add(replica, slot, gradient);
   if (memory_ == nullptr) throw InvalidArgument(parameter_server::kOutsideOfStep);
-  const auto shared = gradient_memory(replica, parameters_.slots()[slot]);
-  if (gradient.const_data_ptr() != shared.const_data_ptr()) {
-    const at::NoGradGuard no_grad;
-    shared.copy_(gradient.view({-1}));
-  }
-  own_.add(replica, slot, shared);
+  own_.add(replica, slot, gradient::placed_in(gradient_memory(replica, parameters_.slots()[slot]), gradient));
 }
 
 gradient::Sums ServerReduction::finish(const Group& replicas, double weight, bool check_finite, Deadline deadline) {
