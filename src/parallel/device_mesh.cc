@@ -131,16 +131,16 @@ struct DeviceMesh::State {
   // The mesh of a process that comes to a running job.
   State(std::vector<Axis> of, const Cluster& cluster, const DeviceMeshOptions& with)
       : axes(in_one_row(std::move(of))), options(with) {
-    const auto job = Job::newcomer(cluster, with.group.timeout_seconds);
+    const auto newcomer = Job::newcomer(cluster, with.group.timeout_seconds);
     int stride = number_of_ranks(axes);
-    claim.emplace(*job.stores(), job.world(), stride);
-    take_membership(std::make_shared<elastic::JobMembership>(job, stride, claim->part()));
-    ranks = Communicator(job.group(with.group), with.timeout_seconds);  // this rank alone
+    claim.emplace(*newcomer.stores(), newcomer.world(), stride);
+    take_membership(std::make_shared<elastic::JobMembership>(newcomer, stride, claim->part()));
+    ranks = Communicator(newcomer.group(with.group), with.timeout_seconds);  // this rank alone
     for (const auto& axis : axes) {
       stride /= axis.size;
       const parallel::Rehearsal rehearsal(axis.size, claim->part() / stride % axis.size);
       along.push_back(axis.size > 1 ? ranks.with_group(rehearsal.ranks().group())
-                                    : Communicator(job.group(with.group), with.timeout_seconds));
+                                    : Communicator(newcomer.group(with.group), with.timeout_seconds));
     }
   }
 
