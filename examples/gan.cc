@@ -1,6 +1,6 @@
-// Two networks against each other, each with an optimizer of its own (Goodfellow et al. 2014; Radford et al. 2015): a
-// generator learns to draw clothes, a discriminator to tell them from those of Fashion-MNIST. Writes what the generator
-// draws to gan.pgm.
+// Two networks against each other, each with its own optimizer (Goodfellow et al. 2014; Radford et al. 2015). A
+// generator learns to draw clothes, and a discriminator learns to tell them from those of Fashion-MNIST. Writes what
+// the generator draws to gan.pgm.
 //   gan [epochs]
 #include <lockstep/lockstep.h>
 #include <torch/nn/functional/activation.h>

@@ -96,7 +96,7 @@ class Jobs(unittest.TestCase):
         self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
     def run_all(self, *commands, environments=None):
-        """What the commands print, started together in the same folder; all end well."""
+        """Starts the commands together in the same folder, and returns what they print; all end well."""
         environments = environments or [{}] * len(commands)
         work = self.folder / "work"
         work.mkdir(exist_ok=True)

@@ -58,14 +58,14 @@ struct DistributedGradients::State {
     if (options.broadcast_buffers) broadcast(ranks_for_buffers, module->buffers(), root);
   }
 
-  // After the reducer was made, for the ranks that there are.
+  // Called when the reducer was made, for the ranks that there are.
   void name_purposes() {
     ranks_for_values = ranks.with_purpose(Purpose(text("the values of ", reducer->name())));
     ranks_for_buffers = ranks.with_purpose(Purpose(text("the buffers of ", reducer->name())));
     end_of_join = Purpose(text("the end of join of ", reducer->name()));
   }
 
-  // Parameters of which no gradients would be reduced. `all`: also those that the module did not have when it was
+  // Throws for a parameter whose gradients would not be reduced. `all`: also for one that the module got after it was
   // wrapped.
   void check_parameters(bool all) const {
     const auto requires_gradient = [](const at::Tensor& parameter) { return parameter.requires_grad(); };

@@ -1,5 +1,5 @@
-// DistributedDataParallel averages the parameters that it should, and ranks in two of these wrappers are told apart.
-// Ranks are threads.
+// DistributedDataParallel averages the parameters that it should, and ranks in two wrappers are told apart. Ranks are
+// threads.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>

@@ -45,7 +45,7 @@ std::string text_of(torch::nn::Linear& net) {
   return out.str();
 }
 
-// What a process ends with: its parameters.
+// Returns the parameters with which a process ends.
 std::string train(const std::string& store, int process, const std::string& backend) {
   const auto in_regroup_time = [] { return Deadline::after(std::chrono::seconds(30)); };
   const GroupOptions options{.backend = backend, .timeout_seconds = 30};

@@ -49,7 +49,7 @@ at::Tensor sharded_loss_of(M& model, int step, int rank) {
   return (model(batch(step, rank, 5)) - batch(step, rank, 20)).pow(2).sum();
 }
 
-// What one process makes of all ranks' batches.
+// Returns the parameters that one process makes of all ranks' batches.
 template <class Optimizer, class Options>
 std::vector<at::Tensor> train_alone(int ranks, const Options& options, int steps = kShardedSteps) {
   auto net = make_sharded_net();

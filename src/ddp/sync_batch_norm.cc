@@ -1,5 +1,5 @@
 // Converted layers are recognized by their tensors: LibTorch's batch_norm, which all layers call, is replaced by a
-// kernel that looks up whether its tensors belong to a converted layer.
+// kernel that looks for its tensors among those of converted layers.
 #include "lockstep/ddp/sync_batch_norm.h"
 
 #include <ATen/Functions.h>
@@ -66,10 +66,10 @@ struct LayerHolder : torch::CustomClassHolder {
   std::shared_ptr<const Layer> layer;
 };
 
-// The sum over all ranks. Backward sums the ranks' gradients, each times the weight that the rank has where the
-// parameters' gradients are averaged. DistributedDataParallel and fully_shard give the examples of the backward,
-// Horovod gives 1. Where nobody is known to average gradients, a rank counts for its examples: those of its whole batch
-// in a pipeline, else those of the forward.
+// Sums over all ranks. Backward sums the ranks' gradients, each times the rank's weight in the average of the
+// parameters' gradients. DistributedDataParallel and fully_shard give the examples of the backward, Horovod gives 1.
+// Where nobody is known to average gradients, a rank counts for its examples: those of its whole batch in a pipeline,
+// else those of the forward.
 struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& values,
                         const c10::intrusive_ptr<LayerHolder>& holder, double examples) {

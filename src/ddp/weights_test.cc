@@ -27,7 +27,7 @@ struct OfValue {
   double value;
 };
 
-// The gradient after a step of these batches on each rank: [rank][backward], all but the last without sync.
+// Returns the gradient after a step of each rank's batches: [rank][backward], all but the last without sync.
 double gradient_of(const std::vector<std::vector<OfValue>>& ranks) {
   double found = 0;
   std::mutex mutex;
@@ -102,7 +102,7 @@ TEST(Ddp, AnOptionSaysWhichDimensionHasTheExamples) {
   });
 }
 
-// A rank whose loop ends earlier: the others hear what would have helped.
+// One rank's loop ends earlier: the others' error says what would have helped.
 TEST(Ddp, UnequalNumbersOfStepsNameJoin) {
   const auto groups = make_thread_groups(2);
   std::string message;
@@ -124,7 +124,7 @@ TEST(Ddp, UnequalNumbersOfStepsNameJoin) {
   EXPECT_EQ(message.rfind("lost rank"), message.find("lost rank")) << message;
 }
 
-// Gradients that somebody asks for are that one's, as they are, and no backward of the step.
+// Gradients that a caller asks autograd for are returned as they are, and are no backward of the step.
 TEST(Ddp, WhatAutogradGradGivesIsNotWeighed) {
   collective::on_ranks(2, [](const Group& group) {
     auto net = std::make_shared<Scale>();

@@ -61,7 +61,7 @@ Owners& owners() {
 // Set while a backward runs within another one.
 thread_local const BackwardWeights::Inside* inside = nullptr;
 
-// True where the backward that runs adds to the gradient of this parameter, which an object was given.
+// True where the backward that runs adds to the gradient of this parameter, which was given to an object.
 bool is_owned(const at::Tensor& parameter) {
   return parameter.requires_grad() && owners().of(parameter) != nullptr && accumulates(parameter);
 }
@@ -96,7 +96,7 @@ std::optional<double> BackwardWeights::of_layer(const at::Tensor& parameter) {
   return first == nullptr ? std::nullopt : std::optional(first->of_this_backward());
 }
 
-// The first made of the owners of parameters whose gradients the backward that runs adds to; null where there is none.
+// Returns the oldest owner of a parameter whose gradient the backward that runs adds to; null where there is none.
 BackwardWeights* BackwardWeights::first_in_graph() {
   thread_local int backward = -1;
   thread_local BackwardWeights* first = nullptr;
@@ -214,7 +214,7 @@ double BackwardWeights::find_weight(int backward) {
     told_until_ = next_node();
     is_told = true;
   }
-  // Without a forward since then it is another backward of the graph that was there when examples were told.
+  // Without a forward since then this is another backward of the graph that was there when examples were told.
   const bool was_told = is_told || (last_told_ && found.newest < told_until_);
   if (weight != Weight::by_forwards) {
     if (was_told) return *last_told_;

@@ -23,7 +23,7 @@ class BackwardWeights {
   // How a backward gets its weight. `add` tells a number in each case.
   enum class Weight {
     as_told,         // the number that was told; 1 where none was
-    as_told_always,  // likewise; but once a number was told, a backward without one is refused
+    as_told_always,  // as as_told; but once a number was told, a backward without one is refused
     by_forwards,     // the examples of the backward's forwards, and the number that was told; neither: refused
   };
   struct Options {
@@ -43,12 +43,12 @@ class BackwardWeights {
   void add_parameters(const std::vector<at::Tensor>& parameters);
 
   // The weight of the backward that runs, for a layer that computes with other ranks in the backward. It is the weight
-  // of the object that has the layer's own `parameter`. Where no object has it: of the oldest of those that have
-  // parameters in the graph. Empty where the backward adds to the gradient of no such parameter.
+  // of the object that has the layer's own `parameter`. Where no object has `parameter`, the oldest object that has
+  // parameters in the graph counts. Empty where the backward adds to the gradient of no object's parameter.
   static std::optional<double> of_layer(const at::Tensor& parameter);
 
-  // Made in a backward that computes gradients for these parameters. While it lives, a backward inside that one has the
-  // weight of the outer one. Where the outer one's is not known, `of_layer` throws why.
+  // Made in a backward that computes gradients for these parameters. While an Inside lives, a backward within the outer
+  // backward has the outer one's weight. Where that weight is not known, `of_layer` throws why.
   class Inside {
    public:
     explicit Inside(const std::vector<at::Tensor>& parameters);
@@ -75,8 +75,8 @@ class BackwardWeights {
   // Adds to the examples of the next backward those of forwards that nobody records.
   void add(double examples) { told_ = told_.value_or(0) + examples; }
 
-  // The weight of the backward that runs, however often it is asked for. Throws InvalidArgument where the backward is
-  // refused.
+  // Returns the weight of the backward that runs, also when called again in that backward. Throws InvalidArgument where
+  // the backward is refused.
   double of_this_backward();
 
  private:

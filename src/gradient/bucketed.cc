@@ -99,7 +99,7 @@ void Bucketed::start_step() {
   arrived_.clear();
 }
 
-// None with several replicas in this process: summing their gradients writes the bucket anyway.
+// Offers no memory with several replicas in this process: summing their gradients writes the bucket anyway.
 at::Tensor Bucketed::memory_for(int replica, std::size_t slot) const {
   if (parameters_.replicas() > 1 || scales_ || place_[slot] < 0) return {};
   return in_shape_of(parameters_.parameter(replica, slot), buckets_->mean(place(slot)));
@@ -182,7 +182,7 @@ void Bucketed::reduce() {
   if (options_.divide_state && options_.hosts && ranks_.size() > 1) copy_sums();
 }
 
-// A rank's sums to the one that has copies of its shards.
+// Sends this rank's sums to the rank that has copies of its shards.
 void Bucketed::copy_sums() const {
   const int rank = ranks_.rank(), to = ownership_.rank_of_copies(), from = ownership_.copied_rank();
   std::vector<Call> calls;

@@ -9,17 +9,17 @@
 //   gradients of rank 1   | b0 b1 |  -- reduce_scatter -> | v1 | -- gather --> | v0 v1 |   values, on both
 //
 // In an elastic job the state of a lost process must not be lost with it. So each process also updates the shards of a
-// neighbour, on another host where that is possible, which sends it the sums:
+// neighbour, which sends the sums. The neighbour is on another host where possible:
 //
 //   sums   | v0 |      | v1 |      | v2 |        each sends its own to the next
 //   state  | s0 s2 |   | s1 s0 |   | s2 s1 |
 //
 // Wang et al., "GEMINI: fast failure recovery in distributed training with in-memory checkpoints", SOSP 2023, place
 // copies in this way; here the state is not sent, but computed twice. A barrier precedes the update (Updater). So where
-// some processes have made an update and others have not when one is lost, those can complete it by themselves. The
-// values of shards are then gathered again, from either of the two that have them (moving_state.h). Without copies, a
-// process that is lost between update and gather leaves the others' values partly of this step, and training begins
-// again from a checkpoint.
+// a process is lost after only some have made an update, the others can complete the update by themselves. The values
+// of shards are then gathered again, from either of the two that have them (moving_state.h). Without copies, a process
+// that is lost between update and gather leaves the others' values partly of this step, and training begins again from
+// a checkpoint.
 #pragma once
 
 #include <cstdint>
@@ -87,7 +87,7 @@ class Bucketed final : public Reduction {
   std::vector<Slot> slots_;
   std::vector<double> weights_;  // [replica]; written by that replica
   double scale_ = 1;             // of this step
-  bool scale_known_ = false;     // whether it was, before this step's gradients came
+  bool scale_known_ = false;     // whether scale_ was known before this step's gradients came
   bool check_finite_ = false;    // in this step; the same on all replicas
 
   // Written by replica 0 in `finish`.

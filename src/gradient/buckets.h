@@ -73,8 +73,8 @@ class PassWeights {
   int lowest_with_gradients() const;
 
   // The running weight scale: gradients are divided by it before they are sent, so that sums of many examples fit in 16
-  // bits, and while weights stay the same no division is needed afterwards. It is the largest mean weight, in a pass so
-  // far, of the ranks that had gradients; 0 before the first pass's `wait`.
+  // bits. While weights stay the same no division is needed afterwards. The scale is the largest mean weight, in a pass
+  // so far, of the ranks that had gradients; 0 before the first pass's `wait`.
   double scale() const { return scale_; }
   void restore(double scale) { scale_ = scale; }
 
@@ -108,18 +108,18 @@ class Buckets {
   Buckets(const Buckets&) = delete;
   Buckets& operator=(const Buckets&) = delete;
 
-  // Takes the communicator's new Group after a regroup, and returns whether there was one: then memory and layout are
-  // made anew, and the weight scale and an unfinished pass are discarded. Collective.
+  // Takes the communicator's new Group after a regroup, and returns whether there was one. Memory and layout are then
+  // made anew; the weight scale and an unfinished pass are discarded. Collective.
   bool rebuild_after_regroup();
 
   const Communicator& ranks() const { return ranks_; }
   PassWeights& weights() { return weights_; }
   const PassWeights& weights() const { return weights_; }
 
-  // BucketOptions::called with a number among what was made over this Group, such as "DistributedDataParallel 1".
+  // BucketOptions::called and a number among the objects made over this Group, such as "DistributedDataParallel 1".
   const std::string& name() const { return name_; }
 
-  // Whether buckets are reduced while backward goes on; the same on all ranks.
+  // True where buckets are reduced while backward goes on; the same on all ranks.
   bool overlaps() const { return overlaps_; }
 
   // Flat, of the slot's dtype or gradient_dtype: what this rank sends.
@@ -130,8 +130,8 @@ class Buckets {
   // Requires that all slots are ready. Returns when the means are complete. Throws what the Group throws.
   void finish();
 
-  // Flat, of the slot's dtype: the mean over the ranks, and whether any of them has a gradient. Where means are
-  // scattered, only this rank's shards are valid.
+  // Flat, of the slot's dtype: the mean over the ranks, and whether any rank has a gradient. Where means are scattered,
+  // only this rank's shards are valid.
   const at::Tensor& mean(std::size_t slot) const { return slots_[slot].mean; }
   bool has_gradient(std::size_t slot) const { return slots_[slot].has_gradient; }
   void multiply(double factor);  // all means
@@ -141,7 +141,7 @@ class Buckets {
   // became ready; `input` and `mean` then return other tensors. Collective in the first pass.
   void end_pass(int root);
 
-  // Whether the order of slots is known. The bits of sums depend on it.
+  // True once the order of slots is known. The bits of sums depend on the order.
   bool knows_order() const { return knows_order_; }
   const std::vector<std::int64_t>& order() const { return order_; }
   void restore_order(const std::vector<std::int64_t>& order);  // ignored unless it is a permutation of these slots
@@ -160,7 +160,7 @@ class Buckets {
     bool has_gradient = false;
   };
   struct Bucket {
-    GradientBucket shown;  // with the flags behind the gradients
+    GradientBucket shown;  // the gradients, then the flags
     Memory memory;
     at::Tensor input, mean, flags;
     std::vector<std::size_t> slots;

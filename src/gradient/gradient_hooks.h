@@ -25,7 +25,7 @@ class GradientHooks {
   // take_all.
   void expect_one_backward(int replica);
 
-  // Hands over the remaining gradients, and discards those that a failed step handed over. Throws InvalidArgument for a
+  // Hands over the remaining gradients. Discards those that a failed step handed over. Throws InvalidArgument for a
   // gradient of another dtype or shape than its parameter.
   void take_all(int replica);
 

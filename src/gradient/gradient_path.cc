@@ -30,7 +30,7 @@ const Communicator& ranks_of(const ReplicatedParameters& parameters, const Optim
            parameters.topology().gradients.size(), " workers; take one or the other"));
 }
 
-// Where all processes share memory nothing is sent, so buckets do not help; unless gradients are to have 16 bits, or
+// Where all processes share memory nothing is sent, so buckets help only where gradients are to have 16 bits, or
 // processes may be lost.
 std::unique_ptr<gradient::Reduction> reduction_with_divided_state(ReplicatedParameters& parameters,
                                                                   const Communicator& ranks,
@@ -76,7 +76,7 @@ void prepare_reduction(gradient::Reduction& reduction, const ReplicatedParameter
   reduction.prepare();
 }
 
-// With the strategy's workers: those that come later do the same when they are alone.
+// True where the strategy's workers prepare at once: those that come later do so when they are alone.
 bool is_prepared_at_once(const ReplicatedParameters& parameters, const Communicator& ranks,
                          const gradient::GradientPathOptions& options) {
   return parameters.topology().gradients.size() > 1 || (options.elastic && ranks.size() == 1);
@@ -92,8 +92,8 @@ std::unique_ptr<gradient::Reduction> make_reduction(ReplicatedParameters& parame
   return reduction;
 }
 
-// In an elastic job some may have made an update when another process is lost, and others not. Those take values and
-// state from the first, but where each has its own part of them.
+// In an elastic job only some may have made an update when a process is lost. The others take values and state from
+// them, except where each has its own part: then all wait for each other before an update.
 std::optional<Communicator> ranks_that_commit(const ReplicatedParameters& parameters,
                                               const gradient::GradientPathOptions& options) {
   if (!options.elastic || !(options.shard_state || parameters.is_split())) return std::nullopt;
@@ -136,7 +136,7 @@ void GradientPath::prepare() {
   prepared_ = true;
 }
 
-// Where gradients change behind backward, they are not sent before.
+// Gradients that change after backward are not sent while it runs.
 void GradientPath::expect_one_backward(int replica) {
   if (const auto& split = parameters_->split(); split && split->after_backward) return;
   hooks_.expect_one_backward(replica);
@@ -235,13 +235,13 @@ void GradientPath::complete_update() {
   count_update();
 }
 
-// Whether copies are compared before the next update.
+// True where copies are compared before the next update.
 bool GradientPath::compares() const {
   return compare_copies_every_ > 0 && (updater_.iterations() + 1) % compare_copies_every_ == 0;
 }
 
 // Compares values with those of the other processes. Optimizer state may exist in this process alone, so it is compared
-// with its hash after the last step, which finds changes between these two steps.
+// with its hash after the last step: that finds changes since.
 void GradientPath::compare() {
   if (parameters_->is_split()) parameters_->compare_whole_copies();
   if (replaces_differing_copies_) replace_differing_copies();
@@ -249,7 +249,7 @@ void GradientPath::compare() {
   ranks_.check_all_agree("optimizer states", state_of(updater_));
 }
 
-// Where more than half of the processes have the same: the others take their values and optimizer states.
+// Where more than half of the processes have the same values and optimizer states, the others take these.
 void GradientPath::replace_differing_copies() {
   const auto all = ranks_.all_gather(parameters_->hashes() + state_of(updater_));
   const auto times = [&](const std::string& one) { return std::count(all.begin(), all.end(), one); };

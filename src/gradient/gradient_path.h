@@ -23,8 +23,7 @@ class RemoteValues {
  public:
   virtual ~RemoteValues() = default;
 
-  // Brings the values to all copies of this process: all of them, or those that others have changed since the last
-  // time.
+  // Brings the values to all copies of this process: all values, or those that others have changed since the last time.
   virtual void fetch(Deadline deadline) = 0;
   virtual void fetch_changed(Deadline deadline) = 0;
 
@@ -35,10 +34,10 @@ class RemoteValues {
   virtual std::unique_ptr<Reduction> make_reduction() = 0;
 };
 
-// Of a job in which processes are lost, leave and come.
+// This process in a job in which processes are lost, leave and come.
 struct ElasticRanks {
-  bool is_newcomer = false;                         // this process comes to one that runs, and has no state yet
-  std::function<std::vector<std::string>()> hosts;  // of the processes, now: [rank]
+  bool is_newcomer = false;                         // this process comes to a job that runs, and has no state yet
+  std::function<std::vector<std::string>()> hosts;  // returns the processes' hosts, as they are now: [rank]
 };
 
 struct GradientPathOptions {
@@ -58,12 +57,12 @@ struct GradientPathOptions {
 namespace lockstep {
 
 // `apply` is called by every replica's thread at once, and methods that say so by a replica's thread; all others by one
-// thread while no replica is in a step. All copies of the values are equal bit for bit after each apply, and equal to
-// what one replica would have made of the whole batch, but for rounding: gradients are added in rank order.
+// thread while no replica is in a step. After each apply all copies of the values are equal bit for bit. They are what
+// one replica would have made of the whole batch, but for rounding: gradients are added in rank order.
 class GradientPath {
  public:
-  // With several processes the exchange inside each is one_pass. Collective over the strategy's workers where there are
-  // several: throws InvalidArgument on all where their optimizers differ. Throws InvalidArgument for an optimizer with
+  // With several processes the exchange inside each is one_pass. Collective over the strategy's workers where these are
+  // several: throws InvalidArgument on all where the optimizers differ. Throws InvalidArgument for an optimizer with
   // GradientRanks where there are several workers, state is sharded, or devices run compiled programs.
   GradientPath(std::shared_ptr<ReplicatedParameters> parameters, const Optimizer& optimizer,
                const gradient::GradientPathOptions& options = {});
@@ -79,29 +78,29 @@ class GradientPath {
   // Takes the gradients that backward left on this replica's parameters and updates all copies with
   //   (sum of the replicas' gradients) / (sum of the replicas' weights) / loss scale.
   // A parameter without a gradient on any replica stays unchanged, state included. All do where the sum of weights is
-  // 0, or where a scaled loss has gradients that are not finite.
-  // Collective over `replicas`, the Group of this process's replicas, and over the processes. Throws, with all values
-  // as they were, when a gradient cannot be used here or on another replica, or when another replica failed (Aborted).
-  // In a step that is traced it becomes part of the program.
+  // 0, or where a scaled loss has gradients that are not finite. Collective over `replicas`, the Group of this
+  // process's replicas, and over the processes. Throws, with all values as they were, when a gradient cannot be used
+  // here or on another replica, or when another replica failed (Aborted). In a step that is traced the update becomes
+  // part of the program.
   void apply(const Group& replicas, double weight, Deadline deadline);
 
-  // The same in a step that is traced, where the replica's weight is a value of the program.
+  // As `apply` in a step that is traced, where the replica's weight is a value of the program.
   void apply_traced(ops::StepTrace& trace, const gradient::TracedWeight& weight);
 
   // Brings values and state that devices or servers have updated to this process. Not while replicas run.
   void fetch(Deadline deadline);
   void fetch_from_devices(Deadline deadline) const;
 
-  // In an elastic job, after the processes' Communicator has got another Group: the next step is made with that, and
-  // each process has the state that it needs for it. Collective, between steps; does nothing where it has been called
-  // since. Throws as MovingState::move.
+  // In an elastic job, after the processes' Communicator has got another Group: prepares the next step with this Group.
+  // Brings each process the state that the step needs. Collective, between steps; a second call does nothing. Throws as
+  // MovingState::move.
   void regroup();
 
-  // Where the update of a step that failed here was made on others, who say so: makes it here too, but for the values
-  // of other processes' shards, which regroup brings. Where completes_updates().
+  // Called where a step failed here, and others say that they made its update: makes the update here too. Values of
+  // other processes' shards stay old until regroup. Requires completes_updates().
   void complete_update();
 
-  // After StateLost: a whole state was loaded.
+  // Called when a whole state was loaded after StateLost.
   void tell_restored() {
     if (moving_state_) moving_state_->tell_restored();
   }
@@ -110,7 +109,7 @@ class GradientPath {
   std::int64_t decided_steps() const { return updater_.iterations() + updater_.loss_scale().skipped(); }
   bool completes_updates() const { return updater_.commits(); }
 
-  // Whether processes have other parts of the optimizer's state, so that it may be lost with some of them.
+  // True where each process has a part of the optimizer's state, which may be lost with some processes.
   bool divides_state() const { return reduction_->ownership().is_divided(); }
 
   // For steps that are recorded and replayed (Placement::device, no scaled loss). update_recorded enqueues what `apply`

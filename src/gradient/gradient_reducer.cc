@@ -58,8 +58,8 @@ GradientReducer::~GradientReducer() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].remove_hook(before_accumulation_[i]);
 }
 
-// With the parameter's strides where it is dense. These are tensors on the bucket's memory and not views of its tensor:
-// LibTorch refuses to detach views in place, which zero_grad does.
+// Makes views with the parameter's strides where the parameter is dense. These are tensors on the bucket's memory and
+// not views of its tensor: LibTorch refuses to detach views in place, which zero_grad does.
 void GradientReducer::make_views() {
   if (layout_ == buckets_.layout()) return;
   layout_ = buckets_.layout();
@@ -74,8 +74,8 @@ void GradientReducer::make_views() {
   }
 }
 
-// A later wrapper of the same parameters takes their gradients. It was made anew in the place of this one, or wraps
-// another module that shares a parameter.
+// A later wrapper of the same parameters takes their gradients. That wrapper was made anew in the place of this one, or
+// wraps another module that shares a parameter.
 void GradientReducer::require_gradients() const {
   for (const auto i : distinct_) {
     if (after_accumulation_[i].is_in_place()) continue;

@@ -24,11 +24,11 @@ struct GradientReducerOptions {
 };
 
 // A pass is one backward with sync on, together with the earlier ones without sync whose gradients have accumulated.
-// All ranks make the same passes; in each, a parameter may lack a gradient on some ranks or on all. After it, the
+// All ranks make the same passes; in each, a parameter may lack a gradient on some ranks or on all. After a pass, the
 // gradient of every parameter that has one on any rank is
 //   backwards * (sum over ranks and backwards of weight * gradient) / (sum over ranks and backwards of weight),
-// where `backwards` is this rank's own count: every example counts the same, whichever backward it was in. It has the
-// same bits on all ranks, and is a view of a bucket: the next pass overwrites what the caller has not copied.
+// where `backwards` is this rank's own count: every example counts the same, whichever backward it was in. The gradient
+// has the same bits on all ranks, and is a view of a bucket: the next pass overwrites what the caller has not copied.
 //
 // One thread: the one that calls backward. Backward throws what the Communicator throws.
 class GradientReducer {
@@ -50,9 +50,9 @@ class GradientReducer {
   // The name of its buckets, as Buckets::name.
   const std::string& name() const { return buckets_.name(); }
 
-  // Called before each forward. Returns whether the communicator has a new Group; the next pass is then the first.
-  // Throws Error where the last pass failed midway and the Group is still the same: the ranks are out of step then.
-  // Throws InvalidArgument where a later reducer has taken the gradients of a parameter.
+  // Called before each forward. Returns whether the communicator has a new Group; then the next pass is the first.
+  // Throws Error where the last pass failed midway and the Group is the same: the ranks are out of step. Throws
+  // InvalidArgument where a later reducer has taken the gradients of a parameter.
   bool prepare();
 
   // Called before every pass of this rank's. Where it returns false, backward only accumulates, as with sync off.
@@ -121,7 +121,7 @@ class GradientReducer {
   std::vector<at::Tensor> summed_, kept_;
   int backward_ = -1;  // autograd's number of the last one
 
-  // Of the current pass.
+  // The current pass:
   bool open_ = false;
   bool has_data_ = false;  // this rank
   bool wants_gradients_ = false;

@@ -18,7 +18,7 @@ class Module;
 
 namespace lockstep::gradient {
 
-// All ranks of its Group call such a layer together, in forward and in backward, while it trains. Any thread.
+// All ranks of the layer's Group call it together, in forward and in backward, while it trains. Any thread.
 class LayerOverRanks {
  public:
   LayerOverRanks(const std::shared_ptr<torch::nn::Module>& module, std::string name,
@@ -54,7 +54,7 @@ class LayerOverRanks {
 void add_layer_over_ranks(const at::Tensor& tensor, std::shared_ptr<LayerOverRanks> layer);
 std::shared_ptr<LayerOverRanks> layer_over_ranks_of(const at::Tensor& tensor);  // null for other tensors
 
-// The module's, each once, but for those whose Group is this rank alone.
+// The module's layers over ranks, each once, but for those whose Group is this rank alone.
 std::vector<std::shared_ptr<LayerOverRanks>> layers_over_ranks(const torch::nn::Module& module);
 bool trains_over_ranks(const torch::nn::Module& module);  // whether one of them trains
 

@@ -67,7 +67,7 @@ Sums Mapped::finish(const Group& replicas, double weight, bool check_finite, Dea
   return sums_;
 }
 
-// Once all processes have taken part their gradients are complete. Each says of its own:
+// Once all processes have taken part, all gradients are complete. Each process says of its own gradients:
 //
 //   weight | whether all gradients are finite | for each replica and slot, whether there is a gradient
 void Mapped::exchange_flags(const Sums& own) {

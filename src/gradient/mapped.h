@@ -16,8 +16,8 @@ namespace lockstep::gradient {
 
 class Mapped final : public Reduction {
  public:
-  // Null, on all processes, where they do not share memory. Collective. Throws InvalidArgument on all processes where
-  // models, or the numbers of replicas, differ. Puts the first copy of the values into memory of the Group.
+  // Returns null on all processes where these do not share memory. Collective. Throws InvalidArgument on all processes
+  // where models, or the numbers of replicas, differ. Puts the first copy of the values into memory of the Group.
   static std::unique_ptr<Mapped> make(ReplicatedParameters& parameters, const Communicator& ranks);
 
   at::Tensor memory_for(int replica, std::size_t slot) const override;

@@ -35,7 +35,7 @@ std::int64_t newest_of_all(const std::vector<std::map<std::int64_t, int>>& all) 
   return *versions.begin();  // the oldest one always can
 }
 
-// Throws ClusterError where nobody has any.
+// Returns the newest version that any process has. Throws ClusterError where nobody has any.
 std::int64_t newest_of_any(const std::vector<std::map<std::int64_t, int>>& all) {
   std::optional<std::int64_t> newest;
   for (const auto& versions : all) {
@@ -69,8 +69,8 @@ ShardsOfRanks parse(const std::string& printed) {
   return shards;
 }
 
-// Elements of state `index`, flat: a view of the stored values, in the one of the two that has them. Throws Error where
-// this process does not.
+// Elements of state `index`, flat: a view of the values stored in `own` or `copies`. Throws Error where this process
+// has neither.
 at::Tensor state_in(const Updater::States& states, const Shard& part, std::size_t index) {
   for (const auto* const one : {&states.own, &states.copies}) {
     const auto owned = one->owned(part.slot);
@@ -127,7 +127,7 @@ void MovingState::move(Updater& updater) {
   const auto all = gather_versions();
   if (parameters_->topology().all.any(is_lost_)) return lose_state(updater, all, kSomePart);  // some do not know
   if (updater.ownership().is_divided()) return divide_anew(updater, all);
-  // Those that have the state have all of it, and keep it.
+  // Processes that have the state have all of it, and keep it.
   ShardsOfRanks had(all.size(), parameters_->trainable()), needed = had;
   for (std::size_t rank = 0; rank < all.size(); ++rank) (all[rank].empty() ? had : needed)[rank].clear();
   newest_of_any(all);  // throws where nobody has it
@@ -142,7 +142,7 @@ void MovingState::divide_anew(Updater& updater, const std::vector<Versions>& all
   go_back_to(version, updater);
   const auto moves = moves_between(held_now(version, all), updater.ownership().held());
   const auto lost = moves.lost.empty() ? std::string() : names_of(moves.lost);
-  // Of a model that is split, others may have lost their part.
+  // Where a model is split, others may have lost their part.
   if (parameters_->topology().all.any(!lost.empty())) return lose_state(updater, all, lost.empty() ? kSomePart : lost);
   auto states = updater.initial_states();
   transfer(moves.moves, updater.states(), states);
@@ -252,7 +252,7 @@ std::vector<at::Tensor> copies_of_state(const Communicator& ranks, const Updater
   const auto me = ranks.rank();
   std::vector<at::Tensor> copies;
   Messages messages;
-  // The moves to a rank come in the order of what it needs, so each shard is a number of them.
+  // The moves to a rank come in the order of what it needs, so each shard is a number of consecutive moves.
   std::size_t shard = 0;
   std::int64_t left = 0;
   for (const auto& move : moves_between(updater.ownership().held(), needed).moves) {

@@ -17,8 +17,8 @@
 namespace lockstep::gradient {
 
 // Each membership divides the state in its own way: a version of it. A process gives a version up when all have the
-// next one. Where one is lost before that, some may have both, and all go on from the newest that each of them has. One
-// that came with the next version and has no other begins anew.
+// next one. Where a process is lost before that, some may have both versions, and all go on from the newest that each
+// of them has. A process that came with the next version alone begins anew.
 //
 // One thread, between steps.
 class MovingState {
@@ -27,15 +27,15 @@ class MovingState {
   MovingState(std::shared_ptr<ReplicatedParameters> parameters, Communicator ranks, const Ownership& ownership,
               bool has_state);
 
-  // After the updater's ownership has changed, when all processes that have the state have made the same updates:
-  // brings each process the state and the values that it needs now, from all that have them in parallel. Collective.
+  // Brings each process the state and the values that it needs now, from all that have them in parallel. Called when
+  // the updater's ownership has changed and all that have the state have made the same updates. Collective.
   //
-  // Throws, on all, StateLost where some elements' state was in lost processes alone, and again until a whole one is
-  // loaded; all have the rule's initial state then, which is right where there was no update yet. And ClusterError
-  // where all that had the state are lost, and what the Group throws, after which it is called for the next one.
+  // Throws StateLost on all where some elements' state was in lost processes alone, and again until a whole state is
+  // loaded. All then have the rule's initial state, which is right where there was no update yet. Throws ClusterError
+  // where all that had the state are lost. Throws what the Group throws; then `move` is called for the next Group.
   void move(Updater& updater);
 
-  // A whole state was loaded, on all.
+  // Called on all when a whole state was loaded.
   void tell_restored() { is_lost_ = false; }
 
  private:

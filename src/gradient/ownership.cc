@@ -35,7 +35,7 @@ Holders holders_of(const ShardsOfRanks& had) {
   return holders;
 }
 
-// Where, within the shard, another set of ranks begins to have the elements; and its end.
+// Returns where, within the shard, another set of ranks begins to have the elements; and the shard's begin and end.
 std::vector<std::int64_t> cuts_of(const Shard& shard, const std::vector<Holder>& holders) {
   std::vector<std::int64_t> cuts{shard.begin, shard.begin + shard.count};
   for (const auto& holder : holders) {

@@ -99,7 +99,7 @@ class Ownership {
   // Replaces each value by its sum over all owners, with the same bits on all. Called by all replicas.
   void sum_over_owners(std::span<double> values, const Group& replicas, Deadline deadline) const;
 
-  // Gathers a slot of these sizes from all owners on rank 0; `own` is this process's shard. The result elsewhere is
+  // Gathers a slot of shape `sizes` from all owners on rank 0; `own` is this process's shard. The result elsewhere is
   // undefined, or `own`. Collective over the processes.
   at::Tensor gather_slot(std::size_t slot, at::IntArrayRef sizes, const at::Tensor& own) const;
 
@@ -130,8 +130,8 @@ struct ShardMoves {
   std::vector<Shard> lost;       // elements that nobody has
 };
 
-// Which process sends which elements to which. Several may have or need the same; where several have what another one
-// needs, each of them sends a part. The result is the same on all processes that have the same lists.
+// Which process sends which elements to which. Several may have or need the same elements; where several have what
+// another process needs, each sends a part. The result is the same on all processes that have the same lists.
 ShardMoves moves_between(const ShardsOfRanks& had, const ShardsOfRanks& needed);
 
 // Collective. `whole`: flat and contiguous, best in memory of the Group. Rank r has the r-th of consecutive ranges of

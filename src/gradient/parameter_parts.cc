@@ -103,7 +103,7 @@ at::Tensor ReplicatedParameters::part_of(std::size_t slot, const at::Tensor& who
   return parts == nullptr ? whole : parts->part_of(whole);
 }
 
-// Two numbers of each: its norm, and its sum.
+// Compares two numbers of each parameter: its norm, and its sum.
 void ReplicatedParameters::compare_whole_copies() const {
   const at::NoGradGuard no_gradient;
   constexpr double kTolerance = 1e-3;  // of the norm

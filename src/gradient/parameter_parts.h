@@ -12,15 +12,15 @@
 
 namespace lockstep::gradient {
 
-// How a parameter lies on the processes, and so do the optimizer's states of it.
+// How a parameter, and its state in the optimizer, lies on the processes.
 class ParameterParts {
  public:
   virtual ~ParameterParts() = default;
 
-  // The processes that have the other parts are the product of these.
+  // The processes that have the other parts are the product of these Communicators.
   virtual std::vector<Communicator> holders() const = 0;
 
-  // Whether the parts make up one tensor; else each process has a parameter of its own, such as another expert.
+  // True where the parts make up one tensor; else each process has a parameter of its own, such as another expert.
   virtual bool make_up_a_whole() const { return true; }
   virtual std::vector<std::int64_t> whole_sizes(at::IntArrayRef part) const = 0;
 
@@ -31,7 +31,7 @@ class ParameterParts {
   virtual at::Tensor part_of(const at::Tensor& whole) const = 0;
 };
 
-// Of a parameter with a hook that says so (ops/parameter_hook.h), as parallelize_module adds; else null.
+// Returns the parts that a parameter's hook tells (ops/parameter_hook.h), as parallelize_module adds; null without one.
 std::shared_ptr<const ParameterParts> parts_of(const at::Tensor& parameter);
 
 }  // namespace lockstep::gradient
@@ -51,7 +51,7 @@ class PartSums {
   // all parameters of the model, the same bits on all. Collective over all workers.
   double sum_squares(std::span<double> squares) const;
 
-  // Whether it holds on all workers. Collective over them.
+  // True where `holds` is true on all workers. Collective over them.
   bool all(bool holds) const;
 
  private:

@@ -12,7 +12,7 @@
 //
 //   | implementation            | where the gradients are summed                                                 |
 //   | Direct                    | between the replicas of this process, by the owner, where autograd left them   |
-//   | Mapped                    | likewise between the replicas of processes that share memory                   |
+//   | Mapped                    | between the replicas of all processes, which share memory, otherwise as Direct |
 //   | Bucketed                  | between processes, in buckets, while backward runs; the state may be divided   |
 //   | strategy::ServerReduction | at servers, which also update                                                  |
 #pragma once
@@ -78,15 +78,14 @@ class Reduction {
   // After the replica's update. All copies are equal after it and a barrier.
   virtual void publish(const Group& /*replicas*/, Deadline /*deadline*/) {}
 
-  // Ends the step for the replica, after all replicas have read the sums: its gradients may be discarded. Where the
-  // step broke off before that, and another may follow, the replica's gradients must not be in the sums of the next
-  // one.
+  // Ends the step for the replica: its gradients may be discarded. Called after all replicas have read the sums, or
+  // where the step broke off before. The gradients of a step that broke off must not be in the sums of the next one.
   enum class StepEnd { complete, broken_off };
   virtual void end_step(int replica, StepEnd end) = 0;
 
-  // A checkpoint keeps it, so that sums have the same bits after a restart: the order of slots in which rank 0's first
-  // step made their gradients, and the running weight scale. Empty before the first step. Restored on all processes, by
-  // one thread between steps.
+  // A checkpoint keeps a State, so that sums have the same bits after a restart. `order`: slots in the order in which
+  // rank 0's first step made their gradients. `weight_scale`: the running one. Empty before the first step. Restored on
+  // all processes, by one thread between steps.
   struct State {
     std::vector<std::int64_t> order;
     double weight_scale = 0;

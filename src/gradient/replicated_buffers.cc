@@ -1,4 +1,4 @@
-// Buffers of replicated modules, such as BatchNorm's running statistics: each replica's own, and their mean. And
+// Buffers of replicated modules, such as BatchNorm's running statistics: each replica's own, and their mean. Also
 // parameters and buffers as variables of devices that run compiled programs.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>

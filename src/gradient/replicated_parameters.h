@@ -53,8 +53,8 @@ namespace lockstep {
 // Constant after construction, but for the values. Replicas may run at the same time, each on its own copy.
 class ReplicatedParameters {
  public:
-  // Binds the parameters of all modules (one a replica, of one type, each on its replica's device) to flat buffers and
-  // gives all of them, and their buffers, the values of the chief's module 0: collective over the workers. Throws
+  // Binds the parameters of all modules to flat buffers, and gives parameters and buffers the values of the chief's
+  // module 0. `modules`: one a replica, of one type, each on its replica's device. Collective over the workers. Throws
   // InvalidArgument naming the parameter when modules differ or a trainable parameter is neither float nor double.
   // Placement::device is for one module. `on_replicas` calls a function in every replica's thread, so that each
   // allocates its own copy's memory near its cores.
@@ -71,14 +71,14 @@ class ReplicatedParameters {
   const std::optional<gradient::SplitModule>& split() const { return split_; }
   bool is_split() const { return split_.has_value(); }
 
-  // True where the processes have the whole model together. One that comes to an elastic job alone has a part of it.
+  // True where the processes have the whole model together. A process that comes to an elastic job alone has a part.
   bool is_whole() const { return topology_.all.size() >= topology_.row_size; }
 
-  // Whether this is the first of all workers that have the parameter, or a part of it.
+  // True on the first of all workers that have the parameter, or a part of it.
   bool is_first_holder(std::size_t slot) const { return split_ ? first_holder_[slot] : topology_.all.rank() == 0; }
 
-  // The shape of a slot's parameter, whole; and the whole of which `part`, which has the parameter's shape, is this
-  // process's: collective where the parameter is divided. What has the shape of a slot is cut by `part_of`.
+  // The shape of a slot's whole parameter. `whole`: gathers the parts, which have the shape of the processes'
+  // parameters; collective where the parameter is divided. `part_of`: this process's part.
   std::vector<std::int64_t> whole_sizes(std::size_t slot) const;
   at::Tensor whole(std::size_t slot, const at::Tensor& part) const;
   at::Tensor part_of(std::size_t slot, const at::Tensor& whole) const;
@@ -101,20 +101,20 @@ class ReplicatedParameters {
   const at::Tensor& flat(int copy, at::ScalarType dtype) const { return flats(dtype)[static_cast<std::size_t>(copy)]; }
   std::int64_t flat_numel(at::ScalarType dtype) const;
 
-  // A copy's flat buffers one after the other in memory, `flat_bytes()` in all: that of `dtype` in the copy number
-  // `index` that lies in `memory`. It keeps the memory.
+  // Flat buffers lie one after the other in memory, `flat_bytes()` a copy. `flat_in`: the buffer of `dtype` in the copy
+  // number `index` that lies in `memory`; the tensor keeps the memory.
   std::size_t flat_bytes() const;
   at::Tensor flat_in(const Memory& memory, std::size_t index, at::ScalarType dtype) const;
 
   // Puts copy 0's flat buffers, and the parameters that are bound to them, into memory that `ranks` access fast:
-  // shared_values() where they share memory, else the Group's. Does nothing where they lie in this Group's already.
-  // Collective, while no replica runs. Returns whether they share memory.
+  // shared_values() where ranks share memory, else the Group's. Does nothing where the buffers lie in this Group's
+  // already. Collective, while no replica runs. Returns whether ranks share memory.
   bool move_first_copy(const Communicator& ranks);
 
-  // The same into given memory of flat_bytes().
+  // Puts copy 0 into `memory` of flat_bytes().
   void move_first_copy(const Memory& memory);
 
-  // After it, where ranks share memory: the flat buffers of the ranks' first copies, this process's before the others'.
+  // After move_first_copy, where ranks share memory: the flat buffers of the ranks' first copies, this process's first.
   std::span<const at::Tensor> shared_values(at::ScalarType dtype) const {
     return dtype == at::kDouble ? shared_double_ : shared_float_;
   }
@@ -130,30 +130,30 @@ class ReplicatedParameters {
   std::string difference_between_copies() const;
   void warn_of_difference() const;  // before replica 0's are saved
 
-  // Throw InvalidArgument on all workers, naming a worker and a parameter, where models differ in their tensors, or
-  // copies are not equal bit for bit, which is a fault of a processor or a program. Collective over the workers; not
-  // while replicas run.
+  // Throw InvalidArgument on all workers, naming a worker and a parameter. compare_models: where models differ in their
+  // tensors. compare_copies: where copies are not equal bit for bit, by a fault of a processor or a program. Collective
+  // over the workers; not while replicas run.
   void compare_models(const Communicator& workers) const;
   std::string describe() const;  // what is compared: a line a tensor
 
-  // The same of the whole model, where it is split.
+  // As `describe`, of the whole model where it is split.
   std::string describe_whole() const { return split_ ? split_->description : describe(); }
   void compare_copies(const Communicator& workers) const { workers.check_all_agree("copies", hashes()); }
   std::string hashes() const;  // of all copies: a line a tensor
 
-  // In an elastic job: where the Groups of all workers were replaced since, goes on with them. Collective over these,
+  // In an elastic job: goes on with the Groups of all workers where these were replaced. Collective over all workers,
   // between steps.
   void regroup();
 
-  // Of a model that is split: throws InvalidArgument on all workers, naming a parameter, where those that have it whole
-  // have different values, but for rounding: each computes its gradient for itself. Collective over all workers.
+  // For a model that is split. Throws InvalidArgument on all workers, naming a parameter, where workers that have it
+  // whole have different values, but for rounding: each computes the gradient for itself. Collective over all workers.
   void compare_whole_copies() const;
 
-  // Gives the parameters of all replicas the requires_grad of replica 0, the only one whose module users reach. Not to
-  // be called while replicas run.
+  // Gives the parameters of all replicas the requires_grad of replica 0, whose module alone users reach. Not to be
+  // called while replicas run.
   void follow_first_replica();
 
-  // Does so too, and takes from replica 0 which parameters a new optimizer trains.
+  // As follow_first_replica, and takes from replica 0 which parameters a new optimizer trains.
   void update_trainable();
 
   // Throws InvalidArgument naming a parameter that requires a gradient, and did not when its optimizer was made.
@@ -162,7 +162,7 @@ class ReplicatedParameters {
   // The parameters that require no gradient now, a line each. Processes must agree on them.
   std::string describe_frozen() const;
 
-  // staged: copies the host's values to the replica's device. Else nothing: the replica reads the host's.
+  // With staged placement copies the host's values to the replica's device; else the replica reads the host's.
   void refresh(int replica);
 
   // Names and replica 0's tensors of the modules' buffers, such as BatchNorm's running statistics.
@@ -172,12 +172,12 @@ class ReplicatedParameters {
   }
 
   // The mean of each buffer over the replicas of all workers that train on other examples. A replica counts by the
-  // examples that its buffers have seen since all had the same values; where none has seen any, all count alike. Where
-  // the dtype is not floating-point, the result is the value of the first replica among those that have seen most. Not
-  // to be called while replicas run. Collective over these workers.
+  // examples that its buffers have seen since all had the same values; all count alike before any example. Where the
+  // dtype is not floating-point, the result is the value of the first replica among those that have seen most. Not to
+  // be called while replicas run. Collective over these workers.
   std::vector<at::Tensor> average_buffers() const;
 
-  // The same of this process's replicas alone; not collective.
+  // As average_buffers, over this process's replicas alone; not collective.
   std::vector<at::Tensor> average_own_buffers() const;
 
   // How many examples a replica's buffers have seen. `count_examples` is called by the replica's thread, after a
@@ -187,12 +187,12 @@ class ReplicatedParameters {
   void set_seen(int replica, double examples) { seen_[static_cast<std::size_t>(replica)] = examples; }
   void forget_seen() { seen_.assign(seen_.size(), 0); }  // after all got the same values
 
-  // The examples that the replicas of all workers have seen which train on other examples, numbered through. Collective
-  // over these workers.
+  // `seen` of the replicas, numbered through, of all workers that train on other examples. Collective over these
+  // workers.
   std::vector<double> seen_by_all() const;
 
-  // Of a strategy whose replicas run compiled programs: parameters and buffers are variables of its devices from now
-  // on, whose values `fetch` brings into this host's tensors. Else it does nothing.
+  // For a strategy whose replicas run compiled programs. From put_on on, parameters and buffers are variables of its
+  // devices. `fetch` brings their values into this host's tensors, and does nothing before put_on.
   void put_on(ops::ProgramDevices& devices);
   void fetch(Deadline deadline) const;
   ops::DeviceVariable& variable(std::size_t slot) const;

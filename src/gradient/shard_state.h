@@ -13,7 +13,7 @@
 
 namespace lockstep::gradient {
 
-// Whether the updates need all sums of gradients before the first of them.
+// True where the updates need all sums of gradients before the first update.
 inline bool clips_by_norm(const Optimizer& optimizer) {
   return optimizer.options().clipnorm || optimizer.options().global_clipnorm;
 }
@@ -37,7 +37,7 @@ class ShardState {
     return flat.template mutable_data_ptr<T>() + place_of(part);
   }
 
-  // The same of all elements of the slot's shard, which may be none: flat.
+  // State `index` of all elements of the slot's shard, which may be none: flat.
   at::Tensor state(std::size_t slot, std::size_t index) const;
 
   // Room for the sums of gradients of elements of a shard, where the optimizer clips by a norm. T: the slot's dtype.

@@ -34,24 +34,22 @@ struct SplitModule {
   // All parameters of the whole model, a line each: the same on all workers.
   std::string description = {};
 
-  // How many positions a sequence must have, of which each worker has a part; 0: any number.
+  // The positions that a sequence must have, of which each worker has a part; 0: any number.
   std::int64_t positions = 0;
 
-  // The workers over which backward, or after_backward, sums gradients; none: they leave those of this worker's
-  // examples.
+  // The workers over which backward, or after_backward, sums gradients; none: gradients are of this worker's examples.
   std::optional<Communicator> summed_over = {};
 
-  // What is called before a forward, before a backward with what gradients are multiplied by, and behind it, before its
-  // gradients are used; or null.
+  // Called before a forward; before a backward, with the factor that gradients are multiplied by; and after a backward,
+  // before its gradients are used. Null: nothing is called.
   std::function<void()> before_forward = {};
   std::function<void(double factor)> before_backward = {};
   std::function<void()> after_backward = {};
 
-  // Whether backward itself sums gradients: of parameters that are sharded over summed_over.
+  // True where backward itself sums gradients: of parameters that are sharded over summed_over.
   bool sums_in_backward() const { return before_backward != nullptr; }
 
-  // What is called in an elastic job after the workers' Groups were replaced, and a step that may have broken off; or
-  // null. Collective.
+  // Called in an elastic job after the workers' Groups were replaced; a step may have broken off. Or null. Collective.
   std::function<void()> after_regroup = {};
 };
 

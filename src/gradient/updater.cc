@@ -56,7 +56,7 @@ UpdateStep Updater::step_after(std::int64_t ahead) const {
   return {iterations_ + ahead + 1, learning_rate_after(ahead) * rate_factor_};
 }
 
-// A norm needs all gradients before the first update: one pass sums and squares, a second one updates.
+// A norm needs all gradients before the first update: one pass sums and squares, a second pass updates.
 void Updater::update(const Sums& sums, double divide_by, const Group& replicas, Deadline deadline) {
   if (!device_updates_.empty()) return update_on_device(sums, divide_by);
   Prepared prepared{.sums = sums, .divide_by = divide_by};
@@ -169,7 +169,7 @@ void Updater::sum_and_square(Prepared& prepared, const Group& replicas, Deadline
       part_sums_ ? part_sums_->sum_squares(squares) : std::accumulate(squares.begin(), squares.end(), 0.0);
 }
 
-// What clipping multiplies the parameter's gradient by: bound / max(norm, bound).
+// Returns the factor by which clipping multiplies the parameter's gradient: bound / max(norm, bound).
 double Updater::norm_factor(const Prepared& prepared, std::size_t slot) const {
   const auto& options = optimizer_.options();
   const double sum = options.clipnorm ? prepared.squares[slot] : prepared.all_squares;

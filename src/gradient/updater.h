@@ -65,8 +65,8 @@ class Updater {
  public:
   // Has the state of ownership.own() and ownership.copies(). `ownership` belongs to a reduction, which must outlive
   // this object; its value may change between steps, before exchange_states. `commits`: processes of an elastic job
-  // that wait for each other before each update: when one goes on, all have all that their updates need, so that each
-  // can complete its own where others have begun theirs.
+  // that wait for each other before each update. When one goes on, all have all that their updates need. So each can
+  // complete its own update where others have begun theirs.
   Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, const Ownership& ownership,
           std::optional<Communicator> commits = {});
 
@@ -75,7 +75,7 @@ class Updater {
   const Optimizer& optimizer() const { return optimizer_; }
   const Ownership& ownership() const { return ownership_; }
 
-  // What the update after `ahead` others is made with.
+  // The number and the learning rate of the update that comes after `ahead` others.
   UpdateStep step_after(std::int64_t ahead) const;
 
   // Sets the learning rate of the next update. Called by one replica, before the barrier that precedes `update`.
@@ -85,8 +85,8 @@ class Updater {
   // after a barrier of those that commit. Throws what the Groups throw.
   void update(const Sums& sums, double divide_by, const Group& replicas, Deadline deadline);
 
-  // After an `update` that threw in that barrier, though others have passed it: makes it, for all
-  // replicas. Throws Error where there is none.
+  // Makes the update, for all replicas, that threw in that barrier though others have passed the barrier. Throws Error
+  // where there is none.
   void complete();
 
   // The number of updates so far. Written by one replica between two barriers.
@@ -100,7 +100,7 @@ class Updater {
     phase_ = Phase::none;
   }
 
-  // Whether gradients are finite on all workers of a model that is split, where they are on this one and on those that
+  // True where gradients are finite on all workers of a model that is split. `finite`: on this worker and on those that
   // have the same parts. Collective, where losses are scaled.
   bool all_finite(bool finite) const { return part_sums_ && loss_scale_.used() ? part_sums_->all(finite) : finite; }
 
@@ -115,12 +115,11 @@ class Updater {
   std::optional<double> learning_rate_override() const { return rate_override_; }
   void restore_learning_rate(std::optional<double> override_rate) { rate_override_ = override_rate; }
 
-  // State `index` (of the rule's states()) of this process's shard of the parameter: a view of the stored values, in
-  // the parameter's shape where all of it is owned, else flat.
+  // State `index` (of the rule's states()) of this process's shard of the parameter: a view of the stored values. It
+  // has the parameter's shape where the whole parameter is owned, else it is flat.
   at::Tensor state(std::size_t slot, std::size_t index) const;
 
-  // Copying each pair, the second to the first, gives this process its part of `whole`, which is state `index` of the
-  // slot.
+  // Returns pairs: copying each second to its first gives this process its part of `whole`, state `index` of the slot.
   std::vector<std::pair<at::Tensor, at::Tensor>> parts_of(std::size_t slot, std::size_t index,
                                                           const at::Tensor& whole) const;
 
@@ -130,8 +129,8 @@ class Updater {
 
   std::int64_t state_bytes() const { return states_.own.bytes() + states_.copies.bytes(); }
 
-  // The state of the shards that this process owns, and of those of another process that it updates as well, so that
-  // they are not lost with that.
+  // The state of the shards that this process owns, and of those of another process, which it updates as well so that
+  // they are not lost with that process.
   struct States {
     ShardState own, copies;
   };
@@ -186,7 +185,7 @@ class Updater {
   std::optional<double> rate_override_;
   double rate_factor_ = 1;
 
-  // Of the current update; written by replica 0.
+  // The current update; written by replica 0.
   enum class Phase { none, prepared, committed };
   Phase phase_ = Phase::none;
   Prepared prepared_;

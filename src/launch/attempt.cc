@@ -174,7 +174,7 @@ bool HostsOfJob::enough_are_named() const {
 Attempt::Attempt(const LaunchOptions& options, int restart, const LauncherProcess& self, HostDiscovery* discovery)
     : hosts_(fill(options.hosts, processes_of(options))),
       store_(make_store(options, restart, hosts_, {token_.access().token, options.trusted_network})),
-      // The others learn by it that this launcher has ended.
+      // The others learn by this entry that this launcher has ended.
       presence_(options.store.empty() ? nullptr
                                       : store_.set_at_end(kEndOfLauncher, "reached", Deadline::after(kForEtcd))),
       part_(part_of_job(options, restart, store_, token_)),

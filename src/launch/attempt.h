@@ -16,8 +16,8 @@
 
 namespace lockstep::launch {
 
-// The hosts of one job, those that the user named or, with `discovery`, those that a program names while the job runs:
-// numbers their ranks and tells how their launchers are started.
+// Numbers the ranks of a job's hosts and tells how the hosts' launchers are started. The user named the hosts, or, with
+// `discovery`, a program names them while the job runs.
 class HostsOfJob : public ChangingHosts {
  public:
   // `part`: what the parts of all hosts have in common. `options` and `discovery` outlive this object.
@@ -44,7 +44,7 @@ class HostsOfJob : public ChangingHosts {
   const HostPart part_;
   const Store store_;
   HostDiscovery* const discovery_;
-  Blacklist found_nobody_;       // hosts whose ranks found no member to join: for another try, not for another job
+  Blacklist found_nobody_;       // hosts whose ranks found no member to join; they may try again, in this job
   std::set<std::string> known_;  // hosts
   int ranks_ = 0;                // numbered so far
 };
@@ -59,7 +59,7 @@ class Attempt {
   const EndPolicy& policy() const { return *policy_; }
   const Store& store() const { return store_; }
 
-  // After the job: hosts whose connection broke, so that processes may still train there. Of an elastic job these are
+  // After the job: hosts whose connection broke, so that processes may still train there. In an elastic job these are
   // hosts of the latest members: others were left out by the members, and cannot train on.
   std::vector<std::string> hosts_that_may_train() const;
 

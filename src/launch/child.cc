@@ -170,7 +170,7 @@ bool Child::reap(const std::function<void(pid_t)>& before_its_number_is_free) {
   if (is_gone_ || waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0)
     return ended_ && !had_ended;
   is_gone_ = true;
-  ::kill(-pid_, SIGKILL);  // what it started and left behind, while its process id is still reserved
+  ::kill(-pid_, SIGKILL);  // processes that it left, while its process id is still reserved
   before_its_number_is_free(pid_);
   waitpid(pid_, nullptr, 0);
   if (std::exchange(ended_, true)) return !had_ended;

@@ -33,7 +33,7 @@ struct ChildCommand {
   std::string role = {};
   bool dispensable = false;
 
-  int ranks = 1;       // how many of the job's it runs
+  int ranks = 1;       // how many of the job's ranks it runs
   int first_rank = 0;  // the first one that another host's launcher runs
 
   // When it ends with status 0 the job is over: the others end soon, or are ended.
@@ -41,8 +41,8 @@ struct ChildCommand {
 
   bool is_elsewhere = false;  // it is reached over a network: its processes may live on when the connection breaks
 
-  // The launcher of another host, which an elastic job needs until its end: it holds that host's store when its ranks
-  // have ended, and what it says of their failure does not end the job.
+  // The launcher of another host, which an elastic job needs until its end. The launcher holds that host's store when
+  // its ranks have ended. Its report of their failure does not end the job.
   bool holds_store = false;
 
   // The first bytes of its standard input: it is the launcher of another host. The input then stays open and carries
@@ -71,29 +71,29 @@ class Child {
   // where there was nothing.
   bool read(Stream stream, const Lines::Take& print);
 
-  // For another host's launcher: its ranks have ended. It may live on for a while, since others need its host's store.
+  // True where its ranks have ended. Another host's launcher may live on, since others need its host's store.
   bool ended() const { return ended_; }
   bool is_gone() const { return is_gone_; }
   int status() const { return status_; }  // the exit status, or 128 and the signal's number
   int signal() const { return signal_; }  // that ended it, or 0
 
-  // By a signal, which an exception that nobody caught sends as well.
+  // True where a signal ended it, other than that of an exception that nobody caught.
   bool was_killed() const { return signal_ != 0 && signal_ != SIGABRT; }
 
   // After its end: "rank 3 ended with status 1: ", and the last line that it wrote to stderr, or else to stdout.
   std::string how_it_ended() const;
 
-  // Why its log file is not whole, when that is asked for the first time; else empty.
+  // Returns why its log file is not whole, when asked for the first time; else empty.
   std::string take_log_problem() { return std::exchange(log_problem_, {}); }
 
-  // Another host's launcher has said that its ranks found no member of an elastic job.
+  // True where another host's launcher has said that its ranks found no member of an elastic job.
   bool found_nobody() const { return found_nobody_; }
 
   // The line in which another host's launcher named the first failure among its ranks. Empty where it named none, and
   // for one that `holds_store`.
   const std::string& report() const { return report_; }
 
-  // After its end: it began ranks on another host and did not say that they have ended, so they may still run.
+  // After its end: true where it began ranks on another host and did not say that they have ended; they may still run.
   bool ended_without_word() const { return command_.is_elsewhere && has_begun_ && !ranks_have_ended_; }
 
   // True where it has just ended. Where it is gone, the rest of its process group is killed. Another process may get

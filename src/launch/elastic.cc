@@ -99,8 +99,8 @@ bool Elastic::goes_on(Processes& all) {
   return true;
 }
 
-// Its host may be lost: then the members decide whether they go on, and nobody reads their output. Where that launcher
-// lives, it takes this host for lost and may find another one in its place.
+// The launcher's host may be lost: then the members decide whether they go on, and nobody reads their output. A
+// launcher that lives takes this host for lost and may find another one in its place.
 bool Elastic::goes_on_without_launcher(Processes& all) {
   if (!store_.has_begun()) return false;
   if (store_.first_launcher_lives()) {
@@ -111,7 +111,7 @@ bool Elastic::goes_on_without_launcher(Processes& all) {
   return true;
 }
 
-// As many as the job needs.
+// True where as many ranks are left as the job needs.
 bool Elastic::enough_are_left(const Processes& all) const {
   int left = 0;
   for (const auto& child : all.children()) {
@@ -125,7 +125,7 @@ bool Elastic::is_member(const Child& child) const {
   return child.is_launcher() || store_.is_member(child.rank(), joins(child) ? restart_of(child) : "");
 }
 
-// Why a process that came later was not taken in, as it told its launcher. Empty where it told nothing.
+// Returns why a process that came later was not taken in, as it told its launcher. Empty where it told nothing.
 std::string Elastic::refusal(const Child& child) const {
   if (!joins(child) || child.was_killed()) return {};
   return store_.refusal(child.rank(), restart_of(child));

@@ -51,8 +51,8 @@ Member member_of(const HostPart& part, int rank) {
 }
 
 // Servers compute on the cores of the workers. OpenMP's threads wait actively for some milliseconds, and would keep
-// these cores from them; after a thousand rounds they sleep, which made steps twice as fast beside other work and costs
-// nothing that can be measured without.
+// these cores from the servers. So they sleep after a thousand rounds: beside other work that made steps twice as fast,
+// and without, it costs nothing measurable.
 void spin_briefly(std::map<std::string, std::string>& environment) {
   if (std::getenv("OMP_WAIT_POLICY") == nullptr && std::getenv("GOMP_SPINCOUNT") == nullptr &&
       !environment.contains("OMP_WAIT_POLICY")) {
@@ -68,7 +68,7 @@ Store store_of_host(const HostPart& part, const Access& access) {
   return Store::hold(transport::with_port(address, 0), access);
 }
 
-// Tells the job of this host's store; and where its ranks come to a job that runs, that store of the others.
+// Tells the job of this host's store. Where this host's ranks come to a job that runs, tells that store of the others.
 void publish(const Store& here, const HostPart& part, const Access& access) {
   const auto limit = Deadline::after(kToStart);
   const auto job = cluster::is_etcd(part.store) ? here : Store::connect(part.store, limit, access);
@@ -78,8 +78,8 @@ void publish(const Store& here, const HostPart& part, const Access& access) {
   here.set(cluster::kJobHasBegun, "yes", limit);
 }
 
-// After the ranks have ended: keeps this host's store while the members need it to agree on who goes on, until the
-// other launcher or a signal ends this; where that launcher is silent, half a minute.
+// Called when the ranks have ended. Keeps this host's store while the members need it to agree on who goes on, until
+// the other launcher or a signal ends that. Where that launcher is silent, keeps the store for half a minute.
 void hold_store(const Store& store, OtherLauncher& launcher, const Signals& signals) {
   using Kind = OtherLauncher::Message::Kind;
   auto limit = Deadline::after(kToHold);

@@ -37,14 +37,14 @@ struct HostPart {
 // The commands that start its ranks; `token_file` holds the job's token.
 std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& token_file);
 
-// The end policy of these ranks, or of the launchers of all parts. `limits`: for an elastic job.
+// The end policy of the part's ranks, or of the launchers of all parts. `limits`: for an elastic job.
 std::unique_ptr<EndPolicy> policy_of(const HostPart& part, const ElasticLimits& limits, JobStore& store,
                                      ChangingHosts* hosts = nullptr);
 
 // Throws IoError. Does nothing for an empty path.
 void make_folder(const std::string& path);
 
-// One line of JSON, for the launcher of the part's host. Throws InvalidArgument for what is none.
+// One line of JSON, for the launcher of the part's host. part_in throws InvalidArgument for another line.
 std::string line_of(const HostPart& part);
 HostPart part_in(const std::string& line);
 

@@ -140,7 +140,7 @@ std::string output_of(const std::string& command, const std::stop_token& stop) {
     if (!problem.empty()) kill(-process, SIGKILL);
     usleep(1000);
   }
-  kill(-process, SIGKILL);  // what it started and left behind, while its process id is still reserved
+  kill(-process, SIGKILL);  // processes that it left, while its process id is still reserved
   int status = 0;
   waitpid(process, &status, 0);
   if (problem.empty() && WIFEXITED(status) && WEXITSTATUS(status) != 0)

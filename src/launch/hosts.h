@@ -59,16 +59,16 @@ class Blacklist {
   std::map<std::string, Entry> entries_;
 };
 
-// Runs the user's program once a second, in a thread. It prints a host a line, as a hostfile; one that fails, says
-// nothing for ten seconds, or prints another thing is warned of once, and the hosts that it printed before stay.
-// Follows Horovod's --host-discovery-script.
+// Runs the user's program once a second, in a thread. The program prints a host a line, as a hostfile. Where it fails,
+// says nothing for ten seconds, or prints another thing, a warning is logged once, and the hosts that it printed before
+// stay. Follows Horovod's --host-discovery-script.
 class HostDiscovery {
  public:
   // `command`: for the shell. Runs it for the first time; throws ClusterError and InvalidArgument saying what is wrong.
   // A host that failed is left out for `blacklist_seconds`, and twice as long each further time.
   HostDiscovery(std::string command, double blacklist_seconds);
 
-  // Those that it named last; and those of them that are not left out. Their owner's thread calls these.
+  // The hosts named last; and those among them that are not left out. Their owner's thread calls these.
   std::vector<HostSlots> hosts();
   std::vector<HostSlots> usable_hosts();
 

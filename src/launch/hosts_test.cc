@@ -37,7 +37,7 @@ TEST(Hosts, BrokenListsAreNamed) {
             "-H: \"fe80::1\" has two colons; put an address of IPv6 in brackets");
   EXPECT_EQ(message_of<InvalidArgument>([] { parse_hosts("[::1]4"); }), "-H: \"[::1]4\" goes on after its address");
   EXPECT_EQ(message_of<InvalidArgument>([] { parse_hosts("a:1,a:2"); }), "-H: a is named twice");
-  // What ssh would take for an option, or a shell for more than a word.
+  // Names that ssh would take for an option, or a shell for more than a word.
   for (const auto* name : {"-oProxyCommand=x", "a;reboot", "a b", "$(x)", "a'"}) {
     EXPECT_EQ(message_of<InvalidArgument>([&] { parse_hosts(name); }),
               std::string("-H: \"") + name + "\" has no host's name or address");

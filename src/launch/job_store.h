@@ -16,15 +16,15 @@ inline constexpr std::chrono::seconds kForStore(2);
 // Where the store is in etcd, this entry says that the launcher that started the job has ended.
 inline constexpr const char* kEndOfLauncher = "end of the launcher";
 
-// A launcher's view of its job's stores. No call throws: where a store does not answer, the job goes on without what it
-// would have said. The main thread calls these, but for rank_will_not_come.
+// A launcher's view of its job's stores. No call throws: where a store does not answer, the job goes on without the
+// answer. The main thread calls these, but for rank_will_not_come.
 class JobStore {
  public:
-  // `job`: the store at which all ranks find each other. `here`: that of an elastic job's processes on this host, which
-  // may be the same one.
+  // `job`: the store at which all ranks find each other. `here`: the store of an elastic job's processes on this host,
+  // which may be the same one.
   JobStore(const Store& job, const Store& here) : address_(job.address()), job_(job), here_(here) {}
 
-  // `address`: of that first store, which is connected to when it is asked. `here`: none where the job is not elastic.
+  // `address`: of the store `job`, which is connected to when it is asked. `here`: none where the job is not elastic.
   JobStore(std::string address, Access access, std::optional<Store> here)
       : address_(std::move(address)), access_(std::move(access)), here_(std::move(here)) {}
 
@@ -46,7 +46,7 @@ class JobStore {
   // LOCKSTEP_RESTART of a process that came later; empty for others.
   bool is_member(int rank, const std::string& joined_at_restart) const;
 
-  // Why a process that came later was not taken in (cluster::key_of_refusal); empty where it was not refused.
+  // Returns why a process that came later was not taken in (cluster::key_of_refusal); empty where it was not refused.
   std::string refusal(int rank, const std::string& restart) const;
 
   // True where the training has ended without the process that began as `rank`.
@@ -61,7 +61,7 @@ class JobStore {
   bool has_begun_ = false;
 };
 
-// Empty where there is none, and where the store does not answer.
+// Returns the entry of `key`; empty where there is none, and where the store does not answer.
 std::string entry(const Store& store, const std::string& key);
 
 // Where an elastic job's members are, as `store` knows them; empty where it knows none.

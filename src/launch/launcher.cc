@@ -141,8 +141,8 @@ std::map<std::string, std::string> exported_variables(const std::vector<std::str
 
 namespace {
 
-// Waits until the hosts have room for the processes with which the job begins. Empty where a signal ended that, which
-// is then `asked`.
+// Waits until the hosts have room for the processes with which the job begins. Returns no hosts where a signal ended
+// the wait; `asked` is then that signal.
 std::vector<HostSlots> first_hosts(HostDiscovery& discovery, const LaunchOptions& options, const Signals& signals,
                                    std::ostream& err, int& asked) {
   const auto deadline = Deadline::after(kForHosts);

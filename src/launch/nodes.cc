@@ -242,7 +242,7 @@ Store by_its_first_address(const Store& store) {
   return first == store.address() ? store : Store::connect(first, Deadline::after(kToReachStore), store.access());
 }
 
-// Until the job has begun: where a node with which it was to begin has ended, the others do not wait for its ranks.
+// Runs until the job has begun: where a node that was to begin it has ended, the others do not wait for its ranks.
 void watch_beginning(const std::stop_token& stop, const Node& node, const JobStore& job) {
   for (; !stop.stop_requested(); std::this_thread::sleep_for(kBetweenPolls)) {
     const auto missing = node.ranks_that_will_not_come();

@@ -19,7 +19,7 @@ struct NodeLimits {
   double last_call_seconds = 30;  // how long `fewest` wait for another one
 };
 
-// Where a node is among those with which the job begins, or which it joins.
+// A node's place in the job that it begins or joins.
 struct NodePlace {
   std::string host;    // a name that no other node of the job has, or had
   int first = 0;       // its first rank
@@ -33,9 +33,9 @@ class Node {
  public:
   Node(Store store, int processes);
 
-  // Waits until `fewest` nodes have come, and as many as there may be or no other one for last_call_seconds. One that
-  // comes later waits until the members of the job are on fewer than `most` hosts. Nothing where stop() says so, which
-  // is asked ten times a second. Throws DeadlineExceeded after ten minutes. `err` gets what it waits for.
+  // Waits until `fewest` nodes have come, and as many as there may be or no other one for last_call_seconds. A node
+  // that comes later waits until the members of the job are on fewer than `most` hosts. Nothing where stop(), asked ten
+  // times a second, says so. Throws DeadlineExceeded after ten minutes. `err` gets what this waits for.
   std::optional<NodePlace> wait(const NodeLimits& limits, const std::function<bool()>& stop, std::ostream& err);
 
   const std::string& host() const { return host_; }

@@ -19,8 +19,8 @@ inline constexpr const char* kEnd = "end\n";      // another host's rank has fai
 inline constexpr const char* kLeave = "leave\n";  // the ranks of this host are to leave an elastic job
 std::string signal_message(int signal);
 
-// From a host's launcher, by its standard error, among the lines that its ranks print: that it is there. It starts no
-// ranks before the other launcher has heard it, which therefore knows of each host whether ranks may run there.
+// From a host's launcher, by its standard error, among the lines that its ranks print: the launcher is there. It starts
+// no ranks before the other launcher has heard so, which therefore knows of each host whether ranks may run there.
 inline constexpr const char* kPartIsHereMessage = "lockstep part: is here\n";
 
 // The ranks have found that no member of the job is left on any host. Comes before the next message.
@@ -31,8 +31,8 @@ inline constexpr const char* kNobodyIsLeftMessage = "lockstep part: nobody is le
 std::string ranks_ended_message(int status);
 std::optional<int> status_in(const std::string& line);  // of such a message, without the line's end
 
-// After which the other launcher counts as lost. Long, because it may be stopped for a while; its end, and that of the
-// connection, are noticed without it. An elastic job does without its launcher, and waits for nothing.
+// After this silence the other launcher counts as lost. Long, because the launcher may be stopped for a while; its end,
+// and the connection's, are noticed earlier. An elastic job does without its launcher, and waits for nothing.
 inline constexpr double kLongSilenceSeconds = 300;
 inline constexpr double kShortSilenceSeconds = 5;
 
@@ -56,8 +56,7 @@ class OtherLauncher {
   // The first line. Throws ClusterError where none comes.
   std::string first(Deadline deadline);
 
-  // Waits until ranks may be started. Throws ClusterError where the other launcher does not say so, or the job is to
-  // end.
+  // Waits until ranks may be started. Throws ClusterError where no message says so, or the job is to end.
   void wait_for_begin(Deadline deadline);
 
   // For poll; -1 once the connection is broken.
@@ -75,7 +74,7 @@ class OtherLauncher {
   // True once that launcher has asked the ranks to end, or has been silent.
   bool ranks_are_to_end() const { return ranks_are_to_end_; }
 
-  // True where nothing has come for so long, or the connection is broken.
+  // True where nothing has come for `seconds`, or the connection is broken.
   bool is_silent_for(double seconds);
 
  private:
@@ -90,10 +89,10 @@ class OtherLauncher {
   std::optional<Deadline> lost_at_;
 };
 
-// A stream's buffer for what this launcher prints for the other one. Writes to a descriptor when it is flushed. Where
-// that takes no more, it waits while the other launcher shows signs of life, which may read slowly. Where that launcher
-// has been silent for so long, it drops what it has: otherwise the ranks, which print into this process, would stop
-// when the network between the launchers breaks.
+// A stream's buffer for what this launcher prints for the other one. A flush writes to a descriptor. Where that takes
+// no more, the flush waits while the other launcher, which may read slowly, shows signs of life. Where that launcher
+// has been silent for `silent_seconds`, the lines are dropped. The ranks print into this process, and would stop
+// otherwise when the network between the launchers breaks.
 class PartOutput : public std::stringbuf {
  public:
   PartOutput(int descriptor, OtherLauncher& launcher, double silent_seconds);

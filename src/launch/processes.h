@@ -16,7 +16,7 @@
 
 namespace lockstep::launch {
 
-// Starts, reads, reaps and ends them. Who is started, and what an end means, others decide. For the main thread.
+// Starts, reads, reaps and ends processes. Others decide who is started, and what an end means. For the main thread.
 class Processes {
  public:
   Processes(const LauncherProcess& launcher, double grace_seconds)
@@ -33,7 +33,7 @@ class Processes {
   bool are_running() const;  // one has not ended
   bool are_gone() const;     // all are
 
-  // Waits at most a second for output, the time to kill, or one of these descriptors.
+  // Waits at most a second for output, the time to kill, or a descriptor among `others`.
   void wait(std::initializer_list<int> others) const;
 
   // Print a bounded part of what is there, so that signals have their turn. False where there was nothing.
@@ -46,10 +46,10 @@ class Processes {
   // Prints a line about a job that goes on.
   void notice(const std::string& line) const;
 
-  // All leave an elastic job.
+  // Tells all to leave an elastic job.
   void leave();
 
-  // All get the signal; `end`: SIGTERM, since another process has failed. Those that are left after the grace time are
+  // Send all the signal; `end`: SIGTERM, since another process has failed. Those that are left after the grace time are
   // killed.
   void send(int signal);
   void end();
@@ -57,7 +57,7 @@ class Processes {
   void kill();
   void end_those_whose_time_is_up();
 
-  // Processes are being ended: how they end is no failure of theirs.
+  // True while processes are being ended: how they end is no failure of theirs.
   bool are_ending() const { return are_ending_; }
 
   bool logs_are_whole() const { return logs_are_whole_; }

@@ -23,7 +23,7 @@ class Roles : public EndPolicy {
 
 bool is_worker(const Child& child) { return child.command().role == "worker"; }
 
-// No other worker computes, or has ended well.
+// True where no other worker computes, or has ended well.
 bool is_last_worker(const Processes& all, const Child& member) {
   if (!is_worker(member)) return false;
   for (const auto& other : all.children()) {
@@ -32,9 +32,9 @@ bool is_last_worker(const Processes& all, const Child& member) {
   return true;
 }
 
-// A worker that fails is started again, and may be done without. A server or the chief that a signal ended is started
-// again; where it failed by itself, it would fail again. The launcher of another host, which has no role, has done all
-// that for its own processes.
+// A worker that fails is started again, and the job may go on without it. A server or the chief that a signal ended is
+// started again; where it failed by itself, it would fail again. The launcher of another host, which has no role, has
+// done all that for its own processes.
 Verdict Roles::after_failure(const Processes& all, const Child& member) {
   const auto& command = member.command();
   if (command.role.empty()) return {};

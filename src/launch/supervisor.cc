@@ -111,7 +111,7 @@ void Supervisor::pass_on(int signal) {
   processes_.send(signal == SIGHUP ? SIGTERM : signal);
 }
 
-// Of processes that ended together, one that was ended by a signal is the cause: the others failed because of it.
+// Where several processes ended together, one that a signal ended is the cause: the others failed because of it.
 void Supervisor::notice_ends() {
   const Child* failed = nullptr;
   for (const auto& child : processes_.children()) {

@@ -12,8 +12,8 @@
 
 namespace lockstep::launch {
 
-// Starts them, passes on what users and the other launcher want, asks the policy what follows when one ends, and says
-// how the job ended. For the main thread.
+// Starts processes, passes on what users and the other launcher want, asks the policy what follows when one ends, and
+// says how the job ended. For the main thread.
 class Supervisor {
  public:
   // The rest of the job, and how long processes have from SIGTERM to SIGKILL. All of it outlives the Supervisor.
@@ -31,7 +31,7 @@ class Supervisor {
   static constexpr int kLogsIncomplete = 74;  // EX_IOERR of sysexits.h
   int run();
 
-  // For a job that a signal asked to end: tells that, and returns the exit status.
+  // Prints that a signal asked the job to end, and returns the exit status.
   static int report_signal(int signal, std::ostream& err);
 
   bool failed() const { return first_ != nullptr; }

@@ -1,5 +1,5 @@
-// Softmax over classes that lie on several ranks (Shoeybi et al. 2019, section 3): the ranks exchange the largest logit
-// of each example, the sum of exponentials and the logit at the label, and not the logits.
+// Softmax over classes that lie on several ranks (Shoeybi et al. 2019, section 3). For each example ranks exchange the
+// largest logit, the sum of exponentials and the logit at the label, and not all logits.
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
 #include <torch/csrc/autograd/custom_function.h>

@@ -31,8 +31,8 @@ class ServerValues final : public gradient::RemoteValues {
   // Throws as EmbeddingModule::bind.
   std::unique_ptr<gradient::Reduction> make_reduction() override;
 
-  // Memory of flat_bytes() for the values, and as much for the gradients of each replica, and for their sums where
-  // there are several: servers on this host access it where it lies. Puts copy 0 of the values there.
+  // Returns memory that servers on this host access where it lies, and puts copy 0 of the values there. It has
+  // flat_bytes() for the values, for the gradients of each replica, and for their sums where replicas are several.
   Memory share();
 
  private:

@@ -5,9 +5,9 @@
 //   std::cout << plan.table();
 //   lockstep::DeviceMesh mesh(plan.best().split.axes());
 //
-// As the planners of PipeDream (Narayanan et al. 2019), FlexFlow (Jia et al. 2019) and Alpa (Zheng et al. 2022), it
-// searches by a model of costs whose inputs are measured: here a divided layer is timed as such, with what it
-// communicates, while all ranks compute.
+// The planner searches by a model of costs whose inputs are measured, as PipeDream (Narayanan et al. 2019), FlexFlow
+// (Jia et al. 2019) and Alpa (Zheng et al. 2022) do. Here a divided layer is timed as such, with what it communicates,
+// while all ranks compute.
 #pragma once
 
 #include <cstdint>
