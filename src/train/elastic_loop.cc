@@ -120,11 +120,6 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
                  const std::function<Numbers(Batch&)>& step, const std::function<void(const Numbers&)>& done) {
     auto regroups = workers().regroups();
     Numbers found(count);  // zeros where the update was taken from another worker
-    const auto sum = [this](std::span<const double> numbers) {
-      Numbers sums(numbers.begin(), numbers.end());
-      workers().sum(sums);
-      return sums;
-    };
     const auto act = [&] {
       begin_section();
       if (!training_->updated()) {
@@ -135,7 +130,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
         ++place.steps;
         training_->updated() = true;
       }
-      return training_->sum_with_agreement(false, found, sum);
+      return training_->sum_with_agreement(false, found);
     };
     training_->run(act, [&](const Numbers& sums) {
       const auto of_step = training_->take_agreement(sums);

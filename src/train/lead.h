@@ -49,8 +49,10 @@ class Lead {
   // Brings values here that other processes have updated.
   virtual void fetch() const;
 
-  // Write files. Collective, in a section. The model is built, and compiled for a checkpoint.
+  // Fetches where the values here may be older than those that a file is to have.
   virtual void fetch_before_saving() const {}
+
+  // Write files. Collective, in a section. The model is built, and compiled for a checkpoint.
   virtual void write_weights(const std::string& path) const;
   virtual void write_checkpoint(const std::string& path) const;
 

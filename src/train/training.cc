@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <utility>
 
 #include "base/text.h"
 #include "collective/refused_by_all.h"
@@ -57,13 +58,16 @@ std::span<const double> Training::take_agreement(const Numbers& sums) {
   return std::span(sums).first(sums.size() - kSize);
 }
 
-void Training::agree(bool stops) {
-  const auto sum = [this](std::span<const double> numbers) {
-    Numbers sums(numbers.begin(), numbers.end());
+Training::Numbers Training::sum_with_agreement(bool stops, Numbers numbers) {
+  return sum_with_agreement(stops, std::move(numbers), [this](std::span<const double> all) {
+    Numbers sums(all.begin(), all.end());
     worker_.peers().sum(sums);
     return sums;
-  };
-  run([&] { return sum_with_agreement(stops, {}, sum); }, [this](const Numbers& sums) { take_agreement(sums); });
+  });
+}
+
+void Training::agree(bool stops) {
+  run([&] { return sum_with_agreement(stops, {}); }, [this](const Numbers& sums) { take_agreement(sums); });
 }
 
 int Training::signal() const {

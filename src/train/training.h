@@ -67,6 +67,7 @@ class Training {
   // worker made another call.
   using Sum = std::function<Numbers(std::span<const double> all)>;
   Numbers sum_with_agreement(bool stops, Numbers numbers, const Sum& sum);
+  Numbers sum_with_agreement(bool stops, Numbers numbers);  // the sums alone
   std::span<const double> take_agreement(const Numbers& sums);
 
   // Results of the last agreement: how many workers made it, some of which may be lost since; and whether one wanted to
