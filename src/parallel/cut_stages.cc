@@ -11,9 +11,9 @@
 #include "base/text.h"
 #include "ops/replica_random.h"
 #include "parallel/bytes_in_use.h"
-#include "parallel/layers_module.h"
 #include "parallel/sharded_units.h"
 #include "parallel/synchronize.h"
+#include "train/layers_module.h"
 
 namespace lockstep {
 namespace {
@@ -135,7 +135,7 @@ std::vector<PipelineStage> join_layers(const std::vector<PipelineStage>& layers,
   std::size_t first = 0;
   for (const int count : layers_of_stages) {
     stages.emplace_back([layers, first, count] {
-      return std::make_shared<parallel::LayersModule>(layers, first, static_cast<std::size_t>(count));
+      return std::make_shared<train::LayersModule>(layers, first, static_cast<std::size_t>(count));
     });
     first += static_cast<std::size_t>(count);
   }

@@ -10,11 +10,13 @@
 #include "parallel/divided_parameter.h"
 #include "parallel/exchange.h"
 #include "parallel/layout_map.h"
+#include "parallel/mesh_execution.h"
 #include "parallel/name_pattern.h"
 #include "parallel/split_shards.h"
 #include "parallel/sum_gradients.h"
 #include "parallel/tensor_entries.h"
 #include "parallel/tied_parameters.h"
+#include "train/model_impl.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -115,9 +117,14 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
   }
 }
 
-void MeshParallelism::regroup(double timeout_seconds) const {
-  mesh_.regroup(timeout_seconds);
-  const auto deadline = Deadline::after(std::chrono::duration<double>(timeout_seconds));
+// The mesh was made of ranks that have found each other.
+void MeshParallelism::connect(Topology& /*topology*/, const strategy::WorkerSettings& /*workers*/,
+                              double /*timeout_seconds*/) const {}
+
+void MeshParallelism::reconnect(const Topology& /*topology*/, const strategy::WorkerSettings& /*workers*/,
+                                double seconds) const {
+  mesh_.regroup(seconds);
+  const auto deadline = Deadline::after(std::chrono::duration<double>(seconds));
   const auto regroup = [&](const Communicator& product, const std::vector<std::string>& some) {
     const auto axes = existing(mesh_, some);
     if (axes.size() > 1) product.regroup(group_along(mesh_, axes, deadline));
@@ -128,8 +135,13 @@ void MeshParallelism::regroup(double timeout_seconds) const {
   regroup(summed_, {options_.expert_axis, options_.context_axis});
 }
 
+// The mesh goes on with the generations of this strategy's job: it throws where another strategy has said so.
+void MeshParallelism::begin(StrategyImpl& /*strategy*/) {
+  if (options_.elastic) mesh_.claim_for_elastic_strategy();
+}
+
 std::string MeshParallelism::describe() const {
-  std::string lines;
+  std::string lines = "\n";
   const auto add = [&](const auto&... words) { lines += text(words..., "\n"); };
   for (const auto& axis : mesh_.axes()) {
     if (axis.name != options_.batch_axis) add("axis ", axis.name, " ", axis.size);
@@ -190,6 +202,17 @@ Tensor MeshParallelism::whole_positions(const Tensor& part) const {
                                ", context_dim, must be positions"));
   }
   return all_gather(topology_.positions.group(), part.contiguous(), topology_.positions.deadline(), dim);
+}
+
+std::shared_ptr<ReplicatedParameters> MeshParallelism::replicate(
+    StrategyImpl& strategy, const std::vector<std::shared_ptr<torch::nn::Module>>& modules) const {
+  return std::make_shared<ReplicatedParameters>(modules[0], split(*modules[0]), strategy.placement(),
+                                                strategy.topology());
+}
+
+std::shared_ptr<train::Execution> MeshParallelism::execution(ModelImpl& model) const {
+  if (has_stages() && model.make_layers) return std::make_shared<StagedExecution>(model, *this);
+  return std::make_shared<MeshExecution>(model, *this);
 }
 
 gradient::SplitModule MeshParallelism::split(torch::nn::Module& module) const {

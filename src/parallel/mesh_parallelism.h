@@ -9,30 +9,32 @@
 #include "lockstep/data/dataset.h"
 #include "lockstep/parallel/context_parallel.h"
 #include "lockstep/parallel/model_parallel_strategy.h"
-#include "strategy/model_parallelism.h"
+#include "strategy/strategy_impl.h"
 
 namespace lockstep::parallel {
 
 // The parameters and buffers of a module that is not divided yet, a line each.
 std::string describe_parameters(const torch::nn::Module& module);
 
-class MeshParallelism final : public strategy::ModelParallelism {
+class MeshParallelism final : public strategy::Kind {
  public:
   // Collective over the mesh. Throws InvalidArgument as ModelParallelStrategy.
   MeshParallelism(DeviceMesh mesh, ModelParallelOptions options);
 
-  const Topology& topology() const override { return topology_; }
+  Topology topology() const override { return topology_; }
+  void connect(Topology& topology, const strategy::WorkerSettings& workers, double timeout_seconds) const override;
+  void reconnect(const Topology& topology, const strategy::WorkerSettings& workers, double seconds) const override;
+  void begin(StrategyImpl& strategy) override;
   std::string describe() const override;
-  void regroup(double timeout_seconds) const override;
 
-  // Splits a model that is one module. Throws InvalidArgument where models are cut into stages.
-  gradient::SplitModule split(torch::nn::Module& module) const override;
+  // Splits a model that is one module; each process has one replica. Throws InvalidArgument where models are cut into
+  // stages.
+  std::shared_ptr<ReplicatedParameters> replicate(
+      StrategyImpl& strategy, const std::vector<std::shared_ptr<torch::nn::Module>>& modules) const override;
+  std::shared_ptr<train::Execution> execution(ModelImpl& model) const override;
 
   // The processes of the mesh; null where it was made of a Communicator.
   std::shared_ptr<elastic::Membership> membership() const { return mesh_.membership(); }
-
-  // The mesh goes on with the generations of this strategy's job. Throws InvalidArgument where another one has said so.
-  void claim_mesh() const { mesh_.claim_for_elastic_strategy(); }
 
   // True where models are cut into stages, by PipelineModel.
   bool has_stages() const { return mesh_.contains(options_.pipeline_axis); }
@@ -58,6 +60,7 @@ class MeshParallelism final : public strategy::ModelParallelism {
   void check_used(const std::set<std::string>& used, const std::set<std::string>& names) const;
 
  private:
+  gradient::SplitModule split(torch::nn::Module& module) const;
   bool has_shards() const { return shard_.size() > 1; }
   std::vector<std::string> axes_with_other_examples() const;
   std::vector<std::string> axes_with_other_tokens() const;

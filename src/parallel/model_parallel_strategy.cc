@@ -119,17 +119,16 @@ StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions&
       .devices = {options.device.empty() ? strategy::default_devices(partition).at(0) : options.device},
       .threads_per_replica = options.threads_per_replica,
       .partition = partition,
+      .gradients = {.buckets = {.bucket_bytes = bytes, .gradient_dtype = options.gradient_dtype},
+                    .shard_state = options.shard_optimizer_state,
+                    .compare_copies_every = options.compare_copies_every},
       .timeout_seconds = mesh.ranks().timeout_seconds()};
   auto& workers = settings.workers.emplace();
   workers.group = mesh.options().group;
-  workers.buckets.bucket_bytes = bytes;
-  workers.buckets.gradient_dtype = options.gradient_dtype;
-  workers.shard_optimizer_state = options.shard_optimizer_state;
   if (!is_alone(mesh)) workers.elastic = options.elastic;
-  workers.compare_copies_every = options.compare_copies_every;
   const auto parallelism = std::make_shared<parallel::MeshParallelism>(mesh, options);
   workers.membership = parallelism->membership();
-  settings.parallelism = parallelism;
+  settings.kind = parallelism;
   return settings;
 }
 
@@ -150,8 +149,6 @@ ModelParallelOptions options_of(const Split& split, const ParallelPlan& tensor) 
 }
 
 ModelParallelStrategy::ModelParallelStrategy(DeviceMesh mesh, ModelParallelOptions options)
-    : Strategy(std::make_shared<StrategyImpl>(settings_of(mesh, options))), mesh_(std::move(mesh)) {
-  if (options.elastic) dynamic_cast<const parallel::MeshParallelism&>(*unwrap(*this).parallelism()).claim_mesh();
-}
+    : Strategy(std::make_shared<StrategyImpl>(settings_of(mesh, options))), mesh_(std::move(mesh)) {}
 
 }  // namespace lockstep

@@ -12,6 +12,7 @@
 #include "base/median.h"
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "lockstep/parallel/recompute.h"
 #include "parallel/counted_labels.h"
 #include "parallel/gradient_norm.h"
 #include "parallel/mesh_backend.h"
@@ -86,7 +87,8 @@ struct Pipeline::State {
       if (schedule.rank_of_stage[static_cast<std::size_t>(i)] != ranks.rank()) continue;
       modules.emplace_back(i, module);
       if (options.recompute) {
-        forwards.emplace(i, [&stage, module](const Tensor& x) { return stage.recompute(module, x); });
+        forwards.emplace(
+            i, [&stage, module](const Tensor& x) { return internal::recompute(module, stage.forward_function(), x); });
       } else {
         forwards.emplace(i, [&stage, module](const Tensor& x) { return stage.forward(*module, x); });
       }

@@ -14,6 +14,8 @@
 namespace lockstep::parallel {
 namespace {
 
+using train::Layers;
+
 constexpr std::int64_t kMeasuredExamples = 4;
 
 // Registers a stage's layers under their names in the model.

@@ -8,23 +8,18 @@
 #include <vector>
 
 #include "gradient/split_module.h"
+#include "lockstep/parallel/pipeline.h"
 #include "parallel/mesh_parallelism.h"
+#include "train/layers_module.h"
 
 namespace lockstep::parallel {
-
-// Layers one after the other. Their names in the model: "0", "1", ...; or, if they are not `numbered`, those of the
-// submodules of each, which differ.
-struct Layers {
-  std::vector<PipelineStage> layers;
-  bool numbered = true;
-};
 
 class PipelineModel {
  public:
   // Collective over the mesh: makes the stages, and before them all layers once, if they are measured, on `sample`
   // [examples, ...]. Initial values are those that `make` draws in its first call. Stages go to `device`. Throws
   // InvalidArgument as Pipeline, cut_stages, parallelize_module and fully_shard.
-  PipelineModel(const MeshParallelism& parallelism, const std::function<Layers()>& make, const Tensor& sample,
+  PipelineModel(const MeshParallelism& parallelism, const std::function<train::Layers()>& make, const Tensor& sample,
                 at::Device device);
 
   // This rank's layers under their names in the model, and what it trains of them.

@@ -58,6 +58,12 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
       .timeout_seconds = communication.timeout_seconds,
       .worker_batch = options.elastic ? options.elastic->worker_batch : std::nullopt};
   if (!job) return settings;
+  settings.gradients = {.buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
+                                    .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
+                                    .gradient_dtype = communication.gradient_dtype},
+                        .shard_state = options.shard_optimizer_state,
+                        .compare_copies_every = options.compare_copies_every,
+                        .replace_differing_copies = options.replace_differing_copies};
   settings.workers.emplace(
       strategy::WorkerSettings{.membership = options.elastic ? std::make_shared<elastic::JobMembership>(*job, 1, 0)
                                                              : std::make_shared<elastic::JobMembership>(*job),
@@ -67,13 +73,7 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                                          .lost_host_seconds = options.elastic ? options.elastic->lost_host_seconds
                                                                               : GroupOptions().lost_host_seconds,
                                          .timeout_seconds = options.start_timeout_seconds},
-                               .buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
-                                           .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
-                                           .gradient_dtype = communication.gradient_dtype},
-                               .shard_optimizer_state = options.shard_optimizer_state,
-                               .elastic = options.elastic,
-                               .compare_copies_every = options.compare_copies_every,
-                               .replace_differing_copies = options.replace_differing_copies});
+                               .elastic = options.elastic});
   return settings;
 }
 

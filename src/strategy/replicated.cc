@@ -16,7 +16,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/strategy/strategy.h"
 #include "strategy/replicated_state.h"
-#include "strategy/server_reduction.h"
 
 namespace lockstep {
 namespace {
@@ -351,7 +350,7 @@ Trackable ReplicatedOptimizer::trackable() const {
     const auto specs = gradients->updater().optimizer().rule().states();
     for (std::size_t i = 0; i < gradients->parameters().slots().size(); ++i) {
       const auto& slot = gradients->parameters().slots()[i];
-      if (!slot.trainable || strategy::servers_of(*gradients) != nullptr) continue;  // servers have theirs
+      if (!slot.trainable || gradients->remote() != nullptr) continue;  // servers have theirs
       for (std::size_t k = 0; k < specs.size(); ++k)
         visit(joined(prefix, strategy::name_of_state(specs[k], slot.name)), i, k);
     }

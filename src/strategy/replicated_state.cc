@@ -4,7 +4,6 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "strategy/server_reduction.h"
 
 namespace lockstep {
 
@@ -16,7 +15,7 @@ void strategy::check_states(const Archive& archive, const std::string& prefix, c
   constexpr std::size_t kMostNames = 10;  // that a message lists
   const auto& rule = gradients.updater().optimizer().rule();
   const auto states = rule.states();
-  if (states.empty() || strategy::servers_of(gradients) != nullptr) return;  // servers have theirs
+  if (states.empty() || gradients.remote() != nullptr) return;  // servers have theirs
   std::vector<std::string> without;
   bool any_has = false;
   for (const auto& slot : gradients.parameters().slots()) {

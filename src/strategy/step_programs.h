@@ -1,4 +1,4 @@
-// Steps of a program's own loop that are compiled (lockstep/strategy/compiled.h).
+// The programs that a step of a program's own loop became (lockstep/strategy/compiled.h).
 #pragma once
 
 #include <map>
@@ -10,8 +10,6 @@
 #include "ops/traced_program.h"
 
 namespace lockstep {
-
-class StrategyImpl;
 
 // The programs of one step function. Key: the strategy's devices, the shapes and dtypes of the inputs, and StepKey.
 class internal::StepPrograms {
@@ -30,11 +28,4 @@ class internal::StepPrograms {
   std::map<Key, Entry> entries_;
 };
 
-namespace strategy {
-
-// Runs the step on all devices of the strategy, and returns [replica][result], undefined where the function's results
-// were. One thread at a time. Throws InvalidArgument where replicas' inputs differ in shape.
-std::vector<std::vector<Tensor>> run_program(StrategyImpl& strategy, const internal::StepToRun& step);
-
-}  // namespace strategy
 }  // namespace lockstep

@@ -14,9 +14,7 @@
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "strategy/devices.h"
-#include "strategy/loop_checkpoint.h"
 #include "strategy/split.h"
-#include "strategy/step_programs.h"
 #include "strategy/strategy_impl.h"
 
 namespace lockstep {
@@ -37,11 +35,13 @@ strategy::StrategySettings settings_of(MirroredOptions options) {
                                       .threads_per_replica = options.threads_per_replica,
                                       .timeout_seconds = options.timeout_seconds};
   switch (options.cross_device_ops) {
-    case CrossDeviceOps::one_pass: settings.exchange = gradient::Exchange::one_pass; break;
+    case CrossDeviceOps::one_pass: settings.gradients.exchange = gradient::Exchange::one_pass; break;
     case CrossDeviceOps::reduction_to_one_device:
-      settings.exchange = gradient::Exchange::reduction_to_one_device;
+      settings.gradients.exchange = gradient::Exchange::reduction_to_one_device;
       break;
-    case CrossDeviceOps::hierarchical_copy_all_reduce: settings.exchange = gradient::Exchange::hierarchical_copy; break;
+    case CrossDeviceOps::hierarchical_copy_all_reduce:
+      settings.gradients.exchange = gradient::Exchange::hierarchical_copy;
+      break;
   }
   if (options.reduce_to_device.empty()) return settings;
   const auto found = std::find(settings.devices.begin(), settings.devices.end(), options.reduce_to_device);
@@ -49,7 +49,7 @@ strategy::StrategySettings settings_of(MirroredOptions options) {
     throw InvalidArgument(text("reduce_to_device is ", options.reduce_to_device, "; the strategy's devices are ",
                                join(settings.devices)));
   }
-  settings.root = static_cast<int>(found - settings.devices.begin());
+  settings.gradients.root = static_cast<int>(found - settings.devices.begin());
   return settings;
 }
 
@@ -156,10 +156,10 @@ int Strategy::num_replicas_in_sync() const { return impl_->topology().all_replic
 int Strategy::num_local_replicas() const { return impl_->replicas(); }
 bool Strategy::is_chief() const { return impl_->topology().is_chief(); }
 std::vector<std::string> Strategy::devices() const { return impl_->settings().devices; }
-bool Strategy::runs_programs() const { return impl_->programs() != nullptr; }
+bool Strategy::runs_programs() const { return impl_->kind().compiles_steps(); }
 std::vector<std::vector<Tensor>> Strategy::run_program(const internal::StepToRun& step) const {
   std::vector<std::vector<Tensor>> results;
-  impl_->abort_on_error([&] { results = strategy::run_program(*impl_, step); });
+  impl_->abort_on_error([&] { results = impl_->kind().run_compiled(*impl_, step); });
   return results;
 }
 void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
@@ -218,9 +218,7 @@ DistributedDataset Strategy::distribute_from_function(
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {
   auto gradients = impl_->make_gradient_path(optimizer, internal::Unwrap::pointer(module));
   gradients->prepare();
-  if (impl_->servers() == nullptr) return ReplicatedOptimizer(std::move(gradients));
-  impl_->remember_path_of_loop(gradients);
-  return ReplicatedOptimizer(gradients, strategy::files_of_loop(impl_, gradients));
+  return impl_->settings().kind->optimizer_of_loop(impl_, gradients);
 }
 
 void internal::check_elements(int elements, int replicas) {
@@ -246,15 +244,7 @@ std::shared_ptr<ReplicatedParameters> strategy::replicate_modules(StrategyImpl& 
       modules.back()->to(strategy.torch_device(replica));
     }
   });
-  if (const auto* const parallelism = strategy.parallelism()) {
-    return std::make_shared<ReplicatedParameters>(modules[0], parallelism->split(*modules[0]), strategy.placement(),
-                                                  strategy.topology());
-  }
-  const auto on_replicas = [&](const auto& function) { strategy.on_replicas(function); };
-  auto parameters = std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement(), on_replicas,
-                                                           strategy.topology());
-  if (strategy.programs() != nullptr) parameters->put_on(*strategy.programs());
-  return parameters;
+  return strategy.kind().replicate(strategy, modules);
 }
 
 std::int64_t InputContext::get_per_replica_batch_size(std::int64_t global_batch_size) const {

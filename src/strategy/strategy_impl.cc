@@ -13,7 +13,6 @@
 #include "base/text.h"
 #include "elastic/failures.h"
 #include "lockstep/base/version.h"
-#include "strategy/server_reduction.h"
 
 namespace lockstep {
 namespace {
@@ -21,15 +20,12 @@ namespace {
 // Counted in rounds of about 20 ns: long enough where replicas end their backward at nearly the same time.
 constexpr int kSpinRounds = 2000;
 
-// How long a worker that fails between a launch and its results waits for the launch to end.
-constexpr std::chrono::seconds kToEndLaunch(10);
-
 constexpr int kMostThreads = 1024;  // most threads of a replica: each is really started
 
 strategy::StrategySettings checked(strategy::StrategySettings settings) {
   std::set<std::string> seen;
   for (const auto& device : settings.devices) {
-    if (!settings.programs) strategy::check_device(device);
+    settings.kind->check_device(device);
     if (!seen.insert(device).second) throw InvalidArgument(text("device ", device, " is named twice"));
   }
   if (settings.threads_per_replica < 0 || settings.threads_per_replica > kMostThreads) {
@@ -43,20 +39,16 @@ strategy::StrategySettings checked(strategy::StrategySettings settings) {
     settings.threads_per_replica =
         std::max(1, settings.partition.usable_cpu_count() / static_cast<int>(settings.devices.size()));
   }
-  if (settings.workers) {
-    const auto computing = settings.threads_per_replica * static_cast<int>(settings.devices.size());
-    settings.workers->buckets.idle_cores = computing < settings.partition.usable_cpu_count();
-  }
+  const auto computing = settings.threads_per_replica * static_cast<int>(settings.devices.size());
+  settings.gradients.buckets.idle_cores = computing < settings.partition.usable_cpu_count();
   return settings;
 }
 
 // Returns the topology without the processes of `workers`, who find each other later.
 Topology topology_of(const strategy::StrategySettings& settings) {
-  auto topology = settings.parallelism != nullptr ? settings.parallelism->topology() : Topology();
+  auto topology = settings.kind->topology();
   topology.replicas = static_cast<int>(settings.devices.size());
-  topology.replicas_in_step = settings.replicas_in_step;
   topology.came_later = settings.workers && settings.workers->membership && settings.workers->membership->is_newcomer();
-  topology.may_be_chief = settings.servers == nullptr || settings.servers->is_chief();
   return topology;
 }
 
@@ -76,15 +68,11 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   make_groups();
   all_groups_.resize(settings_.devices.size());
   if (!settings_.workers) return;
-  if (parallelism() == nullptr)
-    topology_.train_with({membership()->group(settings_.workers->group), settings_.timeout_seconds, "worker"});
+  kind().connect(topology_, *settings_.workers, settings_.timeout_seconds);
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
   topology_.all.check_all_agree("strategies", describe());
   seed_ = std::stoull(topology_.all.broadcast(std::to_string(seed_)));
-  if (programs() != nullptr) {
-    watch_.emplace(topology_.all.with_group(membership()->group(settings_.workers->group)),
-                   [devices = programs()](const std::string& reason) { devices->fail_waiters(reason); });
-  }
+  settings_.kind->begin(*this);
 }
 
 StrategyImpl::~StrategyImpl() {
@@ -92,62 +80,18 @@ StrategyImpl::~StrategyImpl() {
 }
 
 std::string StrategyImpl::describe() const {
-  const auto& [membership, group, buckets, shard_state, elastic, compare_copies_every, replace_differing] =
-      *settings_.workers;
+  const auto& elastic = settings_.workers->elastic;
+  const auto& gradients = settings_.gradients;
+  const auto& dtype = gradients.buckets.gradient_dtype;
   return text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION, "\nnumber of replicas ", replicas(),
-              "\ngradient_dtype ", buckets.gradient_dtype ? name_of(*buckets.gradient_dtype) : "none",
-              "\nbucket_cap in bytes ", buckets.bucket_bytes, "\nfirst_bucket in bytes ", buckets.first_bucket_bytes,
-              "\nshard_optimizer_state ", shard_state ? "true" : "false", "\ncompare_copies_every ",
-              compare_copies_every, "\nreplace_differing_copies ", replace_differing ? "true" : "false",
-              "\nelastic.min_workers ", elastic ? std::to_string(elastic->min_workers) : "none",
-              "\nelastic.worker_batch.learning_rate_workers ",
+              "\ngradient_dtype ", dtype ? name_of(*dtype) : "none", "\nbucket_cap in bytes ",
+              gradients.buckets.bucket_bytes, "\nfirst_bucket in bytes ", gradients.buckets.first_bucket_bytes,
+              "\nshard_optimizer_state ", gradients.shard_state ? "true" : "false", "\ncompare_copies_every ",
+              gradients.compare_copies_every, "\nreplace_differing_copies ",
+              gradients.replace_differing_copies ? "true" : "false", "\nelastic.min_workers ",
+              elastic ? std::to_string(elastic->min_workers) : "none", "\nelastic.worker_batch.learning_rate_workers ",
               settings_.worker_batch ? std::to_string(settings_.worker_batch->learning_rate_workers) : "none",
-              programs() != nullptr ? "\n" + programs()->describe() : "",
-              parallelism() != nullptr ? "\n" + parallelism()->describe() : "");
-}
-
-std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram& launched,
-                                                           const std::function<void()>& meanwhile) {
-  try {
-    if (meanwhile) meanwhile();
-  } catch (const PeerLost&) {  // its devices do not compute the program any more
-    throw;
-  } catch (const Aborted&) {  // another worker has failed, and told this one
-    await(launched);
-    throw;
-  } catch (const std::exception& error) {
-    if (topology_.all.size() > 1) {
-      tell_failure(error);
-      topology_.all.abort(error.what());
-    }
-    await(launched);
-    throw;
-  }
-  try {
-    auto results = launched.results(deadline(), watch_ ? [this] { watch_->check(); } : std::function<void()>());
-    count_run();
-    return results;
-  } catch (const Aborted&) {
-    await(launched);
-    throw;
-  }
-}
-
-// Waits for a program, so that its variables are kept: all workers have launched it, so it ends in spite of a failure.
-void StrategyImpl::await(ops::LaunchedProgram& launched) {
-  try {
-    launched.results(Deadline::after(kToEndLaunch), {});
-  } catch (const std::exception&) {
-  }
-}
-
-void StrategyImpl::check_same_program(const std::string& name, const std::vector<at::Tensor>& inputs,
-                                      const ops::CompiledProgram& program) const {
-  if (topology_.all.size() == 1) return;
-  std::string shapes;
-  for (const auto& input : inputs) shapes += text(" ", input.scalar_type(), " ", input.sizes());
-  topology_.all.check_all_agree(text("programs of ", name),
-                                text("inputs", shapes, "\na program with the hash ", program.hash()));
+              kind().describe());
 }
 
 double StrategyImpl::learning_rate_factor() const {
@@ -161,39 +105,12 @@ double StrategyImpl::learning_rate_factor() const {
 
 std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& optimizer,
                                                                std::shared_ptr<ReplicatedParameters> parameters) const {
-  gradient::GradientPathOptions options{.exchange = settings_.exchange, .root = settings_.root};
-  if (settings_.workers) {
-    options.buckets = settings_.workers->buckets;
-    options.shard_state = settings_.workers->shard_optimizer_state;
-    options.compare_copies_every = settings_.workers->compare_copies_every;
-    options.replace_differing_copies = settings_.workers->replace_differing_copies;
-    if (is_elastic()) {
-      options.elastic.emplace(
-          gradient::ElasticRanks{.is_newcomer = topology_.is_newcomer(), .hosts = [this] { return hosts(); }});
-    }
+  auto options = settings_.gradients;
+  if (is_elastic()) {
+    options.elastic.emplace(
+        gradient::ElasticRanks{.is_newcomer = topology_.is_newcomer(), .hosts = [this] { return hosts(); }});
   }
-  options.devices = settings_.programs;
-  if (servers() == nullptr) {
-    if (!strategy::embeddings_of(*parameters, 0).empty()) {
-      throw InvalidArgument(
-          "a ShardedEmbedding needs ParameterServerStrategy, whose servers have its rows; with other strategies use "
-          "Embedding");
-    }
-    return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
-  }
-  const auto& ranks = optimizer.options().gradient_ranks;
-  if (ranks && ranks->ranks.size() > 1) {
-    throw InvalidArgument(
-        "the optimizer's gradients are summed with those of other processes, and parameter servers sum those of all "
-        "workers; take one or the other");
-  }
-  parameters->update_trainable();
-  const std::shared_ptr<parameter_server::Client> client = servers()->make_model(
-      {.variables = strategy::variables_of(*parameters), .tables = strategy::tables_of(*parameters)}, optimizer);
-  options.remote = std::make_shared<strategy::ServerValues>(*parameters, client, settings_.timeout_seconds);
-  auto path = std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
-  if (servers()->is_chief() && !servers()->was_trained(*client)) path->remote()->store(deadline());
-  return path;
+  return kind().make_gradient_path(*this, optimizer, std::move(parameters), std::move(options));
 }
 
 std::vector<std::string> StrategyImpl::hosts() const {
@@ -203,13 +120,6 @@ std::vector<std::string> StrategyImpl::hosts() const {
   for (auto rank = static_cast<std::size_t>(topology_.part); rank < processes.size(); rank += row)
     hosts.push_back(processes[rank].host);
   return hosts;
-}
-
-std::vector<std::shared_ptr<GradientPath>> StrategyImpl::paths_of_loops() {
-  std::vector<std::shared_ptr<GradientPath>> paths;
-  std::erase_if(paths_of_loops_, [](const auto& path) { return path.expired(); });
-  for (const auto& path : paths_of_loops_) paths.push_back(path.lock());
-  return paths;
 }
 
 internal::LocalReplicas StrategyImpl::local_replicas(const Topology& topology) const {
@@ -232,8 +142,8 @@ gradient::Placement StrategyImpl::placement() const {
   const bool on_gpus =
       std::any_of(torch_devices_.begin(), torch_devices_.end(), [](auto device) { return !device.is_cpu(); });
   if (!on_gpus) return settings_.placement;
-  const bool in_host_memory = replicas() > 1 || servers() != nullptr || topology_.is_split ||
-                              (settings_.workers && settings_.workers->shard_optimizer_state);
+  const bool in_host_memory =
+      replicas() > 1 || kind().needs_host_values() || topology_.is_split || settings_.gradients.shard_state;
   return in_host_memory ? gradient::Placement::staged : gradient::Placement::device;
 }
 
@@ -270,12 +180,7 @@ void StrategyImpl::join() {
 }
 
 void StrategyImpl::take_group() {
-  auto options = settings_.workers->group;
-  options.timeout_seconds = settings_.workers->elastic->regroup_seconds;
-  if (parallelism() != nullptr)
-    parallelism()->regroup(options.timeout_seconds);
-  else
-    topology_.all.regroup(membership()->group(options));
+  kind().reconnect(topology_, *settings_.workers, settings_.workers->elastic->regroup_seconds);
   for (auto& group : all_groups_) group.reset();
 }
 
@@ -307,9 +212,8 @@ std::string StrategyImpl::here() const {
   return membership() != nullptr ? text(" on ", membership()->world().host) : "";
 }
 
-// Tells the reason before the Groups are aborted: whoever notices that finds the reason.
 void StrategyImpl::tell_failure(const std::exception& error) const {
-  if (watch_) watch_->abort(error.what());
+  kind().tell_failure(error);
   if (!is_elastic() || !elastic::is_of_program(error)) return;
   membership()->tell_failure(completed_sections_.count, error);
 }

@@ -17,13 +17,10 @@
 #include "lockstep/strategy/multi_worker_mirrored_strategy.h"
 #include "lockstep/strategy/strategy.h"
 #include "ops/replica_random.h"
-#include "ops/traced_program.h"
-#include "parameter_server/server_cluster.h"
 #include "strategy/devices.h"
-#include "strategy/model_parallelism.h"
+#include "strategy/kind.h"
 #include "strategy/replica_threads.h"
 #include "strategy/unwrap.h"
-#include "strategy/worker_watch.h"
 
 namespace lockstep::strategy {
 
@@ -35,28 +32,20 @@ std::shared_ptr<ReplicatedParameters> replicate_modules(StrategyImpl& strategy, 
 struct WorkerSettings {
   std::shared_ptr<elastic::Membership> membership;  // null: on a mesh that was made of a Communicator
   GroupOptions group;
-  gradient::BucketOptions buckets;
-  bool shard_optimizer_state = false;
   std::optional<ElasticOptions> elastic = {};
-  std::int64_t compare_copies_every = 100;
-  bool replace_differing_copies = false;
 };
 
-// The three decisions of a strategy, and the devices that these are for.
+// The decisions of a strategy, and the devices that these are for.
 struct StrategySettings {
   std::vector<std::string> devices;  // one a replica
   int threads_per_replica = 0;       // 0: an equal share of the cores
   cluster::CpuPartition partition = {};
   gradient::Placement placement = gradient::Placement::mirrored;
-  gradient::Exchange exchange = gradient::Exchange::one_pass;
-  int root = 0;  // the replica that updates for all, with Exchange::reduction_to_one_device
+  gradient::GradientPathOptions gradients = {};
   double timeout_seconds = kDefaultTimeoutSeconds;
   std::optional<WorkerBatch> worker_batch = {};
-  std::optional<WorkerSettings> workers = {};                     // none: this process is alone
-  std::shared_ptr<const ModelParallelism> parallelism = {};       // null: each worker has whole models
-  std::shared_ptr<parameter_server::ServerCluster> servers = {};  // have the variables; null: there are none
-  std::shared_ptr<ops::ProgramDevices> programs = {};  // devices that run compiled steps; null: threads run steps
-  int replicas_in_step = 0;                            // replicas that compute a step together; 0: those of all workers
+  std::optional<WorkerSettings> workers = {};  // none: this process is alone
+  std::shared_ptr<Kind> kind = std::make_shared<Kind>();
 };
 
 }  // namespace lockstep::strategy
@@ -76,7 +65,7 @@ class StrategyImpl {
   // The processes that train together, and this one's place among them: the workers.
   const Topology& topology() const { return topology_; }
 
-  const strategy::ModelParallelism* parallelism() const { return settings_.parallelism.get(); }
+  const strategy::Kind& kind() const { return *settings_.kind; }
 
   // Returns true where training may go on without workers that are lost.
   bool is_elastic() const { return settings_.workers && settings_.workers->elastic; }
@@ -131,33 +120,12 @@ class StrategyImpl {
   // Trainings that workers make are numbered, equally in all.
   std::int64_t next_training() { return trainings_++; }
 
-  // Models whose steps are compiled are numbered in the same way as they are built, from 1.
-  std::int64_t next_model() { return ++models_; }
-
-  // Returns this process among those of a cluster with parameter servers, which have the variables; else null.
-  parameter_server::ServerCluster* servers() const { return settings_.servers.get(); }
-
-  // Returns the devices that run compiled steps of all replicas, which this process's threads then only give their
-  // input; else null.
-  ops::ProgramDevices* programs() const { return settings_.programs.get(); }
-
-  // Returns the results of a program on these devices; calls `meanwhile` before it waits for them. Throws what
-  // LaunchedProgram::results throws; what WorkerWatch::check throws, where another worker is lost or fails; and what
-  // `meanwhile` throws, after telling the other workers, unless they told this one.
-  std::vector<std::vector<at::Tensor>> results(ops::LaunchedProgram& launched,
-                                               const std::function<void()>& meanwhile = {});
-
-  // Throws InvalidArgument on all workers where they would launch different programs next. Collective over the workers.
-  // `inputs`: like those of each replica.
-  void check_same_program(const std::string& name, const std::vector<at::Tensor>& inputs,
-                          const ops::CompiledProgram& program) const;
-
   std::shared_ptr<GradientPath> make_gradient_path(const Optimizer& optimizer,
                                                    std::shared_ptr<ReplicatedParameters> parameters) const;
 
-  // With parameter servers: returns the paths that Strategy::optimizer made and that are still used, in their order.
-  std::vector<std::shared_ptr<GradientPath>> paths_of_loops();
-  void remember_path_of_loop(const std::shared_ptr<GradientPath>& path) { paths_of_loops_.push_back(path); }
+  // Tells the workers that wait for this one that it fails, before its Groups are aborted: whoever notices that finds
+  // the reason.
+  void tell_failure(const std::exception& error) const;
 
   // Returns the deadline of a replica's wait. It is later than that of workers for each other: a replica that waits for
   // one that waits for other workers hears from it which of them is late.
@@ -177,7 +145,8 @@ class StrategyImpl {
   // Returns the seeds that `run` would give the replicas next, for a step that is compiled.
   std::vector<std::uint64_t> next_run_seeds();
 
-  // Counts the `run`s, and compiled steps, that have ended. Any thread.
+  // Count the `run`s, and compiled steps, that have ended. Any thread.
+  void count_run() { ended_runs_.fetch_add(1, std::memory_order_relaxed); }
   std::uint64_t ended_runs() const { return ended_runs_.load(std::memory_order_relaxed); }
 
   c10::Device torch_device(int replica) const { return torch_devices_[static_cast<std::size_t>(replica)]; }
@@ -203,10 +172,7 @@ class StrategyImpl {
   int spin_rounds() const;
   void make_groups();
   void fail(int replica) const;  // for the exception that is handled
-  void tell_failure(const std::exception& error) const;
-  static void await(ops::LaunchedProgram& launched);
-  void count_run() { ended_runs_.fetch_add(1, std::memory_order_relaxed); }
-  std::string here() const;  // the host's name, for messages
+  std::string here() const;      // the host's name, for messages
 
   const strategy::StrategySettings settings_;
   Topology topology_;
@@ -218,11 +184,8 @@ class StrategyImpl {
   std::uint64_t runs_ = 0, loops_ = 0;
   std::atomic<std::uint64_t> ended_runs_ = 0;
   std::int64_t trainings_ = 0;
-  std::int64_t models_ = 0;
   elastic::Sections::Completed completed_sections_;
-  std::vector<std::weak_ptr<GradientPath>> paths_of_loops_;
   strategy::ReplicaThreads threads_;
-  std::optional<strategy::WorkerWatch> watch_;  // where devices run programs of several workers
 };
 
 template <class Act>

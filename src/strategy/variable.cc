@@ -23,7 +23,7 @@ class VariableImpl {
     broadcast(unwrap(strategy).topology().all, {shared});
     for (const auto& device : devices) copies.push_back(at::empty_like(shared, device));
     set_all(shared);
-    if (auto* const programs = unwrap(strategy).programs()) in_programs = programs->variables({copies});
+    in_programs = unwrap(strategy).kind().variable(copies);
   }
 
   // Set and get the replica's value, in its step.

@@ -68,9 +68,7 @@ std::string describe_member(const ModelImpl& impl, const Dataset& data, const Fi
 }
 
 void warn_of_copies(const ModelImpl& impl) {
-  if (impl.topology.peers.size() > 1 || unwrap(impl.strategy).servers() != nullptr ||
-      unwrap(impl.strategy).is_elastic())
-    return;
+  if (impl.topology.peers.size() > 1 || impl.lead->needs_each_step()) return;
   try {
     const auto cluster = resolve_cluster([](const char* name) { return std::getenv(name); });
     if (cluster.world.size == 1) return;

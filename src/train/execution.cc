@@ -2,17 +2,18 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "train/compiled_model.h"
 #include "train/model_impl.h"
-#include "train/staged_execution.h"
+#include "train/threaded_execution.h"
 
 namespace lockstep::train {
 
-std::unique_ptr<Execution> Execution::of(ModelImpl& impl) {
-  auto& strategy = unwrap(impl.strategy);
-  if (strategy.programs() != nullptr) return std::make_unique<CompiledModel>(impl, strategy.next_model());
-  if (impl.stages != nullptr) return std::make_unique<StagedExecution>(impl, *impl.stages);
-  return std::make_unique<ThreadedExecution>(impl);
+std::shared_ptr<Execution> Execution::of(ModelImpl& impl) {
+  if (auto execution = unwrap(impl.strategy).kind().execution(impl)) return execution;
+  return std::make_shared<ThreadedExecution>(impl);
+}
+
+std::shared_ptr<ReplicatedParameters> Execution::make_parameters(const Example& sample) {
+  return strategy::replicate_modules(unwrap(impl_.strategy), impl_.first_seed, [&] { return impl_.make(sample); });
 }
 
 std::string batch_named(const Example& part) {

@@ -18,12 +18,16 @@ namespace lockstep::train {
 // The execution of one model's steps, with its optimizer; one thread. Steps are collective over the strategy's workers.
 class Execution {
  public:
-  // Makes the execution that the model's strategy and parallelism need. `impl` must outlive it.
-  static std::unique_ptr<Execution> of(ModelImpl& impl);
+  // Makes the execution that the model's strategy needs. `impl` must outlive it.
+  static std::shared_ptr<Execution> of(ModelImpl& impl);
   explicit Execution(ModelImpl& impl) : impl_(impl) {}
   virtual ~Execution() = default;
   Execution(const Execution&) = delete;
   Execution& operator=(const Execution&) = delete;
+
+  // Makes the model's parameters for batches like `sample`, with first values. Collective. Called once, before all
+  // else.
+  virtual std::shared_ptr<ReplicatedParameters> make_parameters(const Example& sample);
 
   using Parts = PerReplica<internal::Part>;  // a batch's
 

@@ -14,7 +14,6 @@
 #include "train/evaluate.h"
 #include "train/fit_options.h"
 #include "train/fit_worker.h"
-#include "train/follow_chief.h"
 #include "train/model_impl.h"
 #include "train/signal_guard.h"
 #include "train/step_source.h"
@@ -374,7 +373,7 @@ History Model::fit(const Dataset& data, const FitOptions& options) {
   impl_->lead->prepare_fit(data);
   return impl_->lead->call(
       "fit", [&] { return Fit(*this, data, options).run(); },
-      [&](std::int64_t call) { return train::follow_chief(*this, data, options, call); });
+      [&](std::int64_t call) { return impl_->lead->follow_fit(*this, data, options, call); });
 }
 
 }  // namespace lockstep

@@ -1,16 +1,21 @@
 #include "train/lead.h"
 
 #include "checkpoint/sharded_archive.h"
-#include "train/led_by_chief.h"
 #include "train/model_impl.h"
 
 namespace lockstep::train {
 
-std::unique_ptr<Lead> Lead::of(ModelImpl& impl) {
-  auto* const servers = unwrap(impl.strategy).servers();
-  if (servers != nullptr) return std::make_unique<LedByChief>(impl, *servers);
-  return std::make_unique<Lead>(impl);
+std::shared_ptr<Lead> Lead::of(ModelImpl& impl) {
+  if (auto lead = unwrap(impl.strategy).kind().lead(impl)) return lead;
+  return std::make_shared<Lead>(impl);
 }
+
+std::string Lead::follow_fit(Model& /*model*/, const Dataset& /*data*/, const FitOptions& /*options*/,
+                             std::int64_t /*call*/) const {
+  return {};
+}
+
+bool Lead::needs_each_step() const { return unwrap(impl_.strategy).is_elastic(); }
 
 bool Lead::is_in_fit() const { return impl_.fitting; }
 

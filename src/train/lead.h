@@ -1,5 +1,5 @@
 // Who leads a model's calls: nobody, where all processes of the strategy make them alike; or a chief, where parameter
-// servers have the variables (train/led_by_chief.h).
+// servers have the variables (servers/led_by_chief.h).
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ namespace lockstep::train {
 class Lead {
  public:
   // Makes the lead that the model's strategy needs; `impl` must outlive it.
-  static std::unique_ptr<Lead> of(ModelImpl& impl);
+  static std::shared_ptr<Lead> of(ModelImpl& impl);
   explicit Lead(ModelImpl& impl) : impl_(impl) {}
   virtual ~Lead() = default;
   Lead(const Lead&) = delete;
@@ -38,6 +38,12 @@ class Lead {
 
   // Calls act(). A chief calls it alone, and, outside of fit, once however often it is started again.
   virtual void once(const std::function<void()>& act) const { act(); }
+
+  // Does what fit does on a process that follows the chief's call, and returns the outcome of the chief's.
+  virtual std::string follow_fit(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call) const;
+
+  // True where the processes must meet after each step.
+  virtual bool needs_each_step() const;
 
   // Prepares a fit: a chief that was started again loads what the servers do not have.
   virtual void prepare_fit(const Dataset& /*data*/) {}

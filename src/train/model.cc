@@ -9,8 +9,6 @@
 #include "base/text.h"
 #include "gradient/layer_over_ranks.h"
 #include "lockstep/base/error.h"
-#include "parallel/layers_module.h"
-#include "strategy/embedding_module.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/layers/stack.h"
@@ -39,7 +37,8 @@ void ModelImpl::build(const Example& sample) {
     policy.check(unwrap(strategy).torch_devices());
     train::require_free(layers, model_number);
   });
-  auto made = make_parameters(sample);
+  const auto made_execution = train::Execution::of(*this);
+  auto made = made_execution->make_parameters(sample);
   if (pending_weights) {
     train::load_weights(pending_weights->first, pending_weights->second, made);
     pending_weights.reset();
@@ -47,37 +46,9 @@ void ModelImpl::build(const Example& sample) {
   parameters = std::move(made);
   train::give_to(layers, model_number);
   if (sample.x.defined()) built_for = sample.x.sizes().vec();
-  execution = train::Execution::of(*this);
+  execution = made_execution;
   seed = std::stoull(topology.all.broadcast(std::to_string(seed)));
   make_gradient_path();
-}
-
-std::shared_ptr<ReplicatedParameters> ModelImpl::make_parameters(const Example& sample) {
-  const auto& all = unwrap(strategy);
-  if (mesh() == nullptr || !mesh()->has_stages() || !make_layers)
-    return strategy::replicate_modules(unwrap(strategy), first_seed, [&] { return make(sample); });
-  ops::ReplicaRandom random;
-  random.seed(std::stoull(topology.all.broadcast(std::to_string(first_seed))));
-  const ops::ReplicaRandom::Use use(random);
-  const auto device = all.torch_device(0);
-  const at::OptionalDeviceGuard on_device(device);
-  const auto in_policy = [policy = policy, type = device.type()](const std::function<Tensor()>& compute) {
-    const train::ComputePolicy::Scope scope(policy, type);
-    return compute();
-  };
-  stages = std::make_unique<parallel::PipelineModel>(
-      *mesh(),
-      [&] {
-        auto made = make_layers(sample);
-        for (auto& layer : made.layers) layer = layer.with_forward(in_policy);
-        return made;
-      },
-      sample.x, device);
-  return std::make_shared<ReplicatedParameters>(stages->module(), stages->split(), all.placement(), topology);
-}
-
-const parallel::MeshParallelism* ModelImpl::mesh() const {
-  return dynamic_cast<const parallel::MeshParallelism*>(unwrap(strategy).parallelism());
 }
 
 int ModelImpl::number_of(const ReplicaContext& replica) const {
@@ -131,7 +102,7 @@ void ModelImpl::require_trainable() const {
   for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
     if (parameters->parameter(0, i).requires_grad()) return;
   }
-  if (!strategy::embeddings_of(*parameters, 0).empty()) return;
+  if (strategy::has_rows_on_servers(parameters->module(0))) return;
   throw InvalidArgument(
       "the model has no trainable parameter: are all frozen, or was a submodule not registered (register_module)?");
 }
@@ -149,11 +120,11 @@ Model::Model(const internal::MakeModule& make, internal::ForwardOfModule forward
 
 Model::Model(std::vector<PipelineStage> layers)
     : impl_(std::make_shared<ModelImpl>(
-          [layers](const Example&) { return std::make_shared<parallel::LayersModule>(layers, 0, layers.size()); },
+          [layers](const Example&) { return std::make_shared<train::LayersModule>(layers, 0, layers.size()); },
           [](torch::nn::Module& module, const Tensor& x) {
-            return static_cast<parallel::LayersModule&>(module).forward(x);
+            return static_cast<train::LayersModule&>(module).forward(x);
           },
-          [layers](const Example&) { return parallel::Layers{layers}; })) {
+          [layers](const Example&) { return train::Layers{layers}; })) {
   if (layers.empty()) throw InvalidArgument("Model: there are no layers");
 }
 
@@ -187,7 +158,7 @@ void Model::compile(CompileOptions options) {
     throw InvalidArgument(
         text("compile: steps_per_execution is ", options.steps_per_execution, "; it must be at least 1"));
   }
-  if (options.steps_per_execution > 1 && (strategy.is_elastic() || strategy.servers() != nullptr)) {
+  if (options.steps_per_execution > 1 && impl_->lead->needs_each_step()) {
     throw InvalidArgument(
         "compile: steps_per_execution must be 1 with an elastic strategy, which agrees on its workers after each step, "
         "and with parameter servers");

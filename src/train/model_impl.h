@@ -13,9 +13,9 @@
 #include "gradient/gradient_path.h"
 #include "lockstep/base/random.h"
 #include "lockstep/train/model.h"
-#include "parallel/pipeline_model.h"
 #include "strategy/strategy_impl.h"
 #include "train/execution.h"
+#include "train/layers_module.h"
 #include "train/lead.h"
 #include "train/mixed_precision.h"
 #include "train/tracker.h"
@@ -53,7 +53,7 @@ class ModelImpl {
   using Make = std::function<std::shared_ptr<torch::nn::Module>(const Example& sample)>;
   using Forward = std::function<Tensor(torch::nn::Module&, const Tensor&)>;
 
-  using MakeLayers = std::function<parallel::Layers(const Example& sample)>;
+  using MakeLayers = std::function<train::Layers(const Example& sample)>;
 
   // `layers_of`: given where the model is made of layers, which can be cut into stages.
   ModelImpl(Make make_module, Forward forward_of, MakeLayers layers_of = {})
@@ -61,8 +61,6 @@ class ModelImpl {
         forward(std::move(forward_of)),
         make_layers(std::move(layers_of)),
         model_number(next_model_number()) {}
-
-  std::shared_ptr<ReplicatedParameters> make_parameters(const Example& sample);
 
   // Makes the replicas for batches like `sample`, unless they are there. Applies weights that were loaded before.
   void build(const Example& sample);
@@ -79,9 +77,6 @@ class ModelImpl {
   // Called before a fit, an epoch or a step: replica 0's requires_grad holds for all replicas from now on. Throws
   // InvalidArgument for a parameter of which the optimizer has no state: it was frozen when the model was compiled.
   void follow_requires_grad();
-
-  // The mesh over which the strategy splits models; null: none.
-  const parallel::MeshParallelism* mesh() const;
 
   // Calls act(), which is collective over the workers. With an elastic strategy the call is a section
   // (elastic/sections.h): act() is called again where a worker is lost meanwhile. Returns its numbers, which are equal
@@ -144,11 +139,10 @@ class ModelImpl {
   const Make make;
   const Forward forward;
   const MakeLayers make_layers;
-  const std::unique_ptr<train::Lead> lead = train::Lead::of(*this);
+  const std::shared_ptr<train::Lead> lead = train::Lead::of(*this);
 
   std::shared_ptr<ReplicatedParameters> parameters;  // null before build
-  std::unique_ptr<parallel::PipelineModel> stages;   // null unless the model is cut into stages
-  std::unique_ptr<train::Execution> execution;       // null before build
+  std::shared_ptr<train::Execution> execution;       // null before build
   std::optional<CompileOptions> compiled;
   Topology topology = unwrap(strategy).topology();  // with the optimizer's GradientRanks, once it is compiled
   std::shared_ptr<GradientPath> gradients;          // null before build or compile

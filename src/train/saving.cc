@@ -19,7 +19,6 @@
 #include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/server_checkpoint.h"
-#include "strategy/embedding_module.h"
 #include "strategy/replicated_state.h"
 #include "train/layers/stack.h"
 #include "train/lead.h"
@@ -82,7 +81,7 @@ void Model::save_weights(const std::string& path) const {
 }
 
 void ModelImpl::write_weights(const std::string& path) const {
-  if (!strategy::embeddings_of(*parameters, 0).empty()) {
+  if (strategy::has_rows_on_servers(parameters->module(0))) {
     throw InvalidArgument(
         "save_weights: the rows of a ShardedEmbedding are on servers; save_checkpoint saves them, and so do the "
         "callbacks that write full checkpoints");

@@ -4,7 +4,6 @@
 #include <ATen/ATen.h>
 
 #include "base/hash.h"
-#include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "train/model_impl.h"
@@ -29,8 +28,6 @@ Example rows_of(const Example& part, std::int64_t first, std::int64_t count) {
   const auto some = [&](const Tensor& tensor) { return tensor.defined() ? tensor.narrow(0, first, count) : Tensor(); };
   return {some(part.x), some(part.y), some(part.weight)};
 }
-
-ThreadedExecution::ThreadedExecution(ModelImpl& impl) : Execution(impl), mesh_(impl.mesh()) {}
 
 std::vector<PerReplica<StepResult>> ThreadedExecution::train(std::vector<Parts>& batches, Tracker& tracker,
                                                              std::unique_ptr<Prepared> /*prepared*/,
@@ -80,20 +77,11 @@ StepResult ThreadedExecution::train_step(ReplicaContext& replica, const internal
     if (recorded_.serves(there, unread.device, compute)) return play_step(replica, there, into);
     impl_.gradients->drop_gradients(id);  // left by a recording that failed
   }
-  const auto part = own_positions(unread.moved(there));
-  const auto in_context = use_context();
-  if (in_context && impl_.compiled->loss.reduction() == Reduction::sum)
-    throw InvalidArgument("fit: a loss with Reduction::sum is not for sequences that are divided; take a mean");
+  const auto part = own_part(unread.moved(there));
   lap.add_to(spent.input);
   if (!idle && impl_.topology.computes_without_examples && !example_.x.defined()) example_ = example_like(part);
   const auto computed = idle ? compute_no_gradients(replica, part) : compute_gradients(replica, part, into, spent);
   lap = {};
-  if (in_context && !idle && in_context->attentions() == 0 && !std::exchange(warned_of_context_, true)) {
-    log_warning(
-        "fit: sequences are divided, but the model called no torch::scaled_dot_product_attention: each rank's part of "
-        "a "
-        "sequence sees itself alone");
-  }
   const bool counted = impl_.topology.counts() && !idle;
   // Metrics come before anything has changed: a metric may throw.
   if (counted && computed.outputs.defined()) into.update(id, part, computed.outputs);
@@ -148,7 +136,7 @@ ComputedStep ThreadedExecution::compute_no_gradients(ReplicaContext& replica, co
   compute_zeros(id, none, loss_of);
   for (std::size_t i = 0; i < buffers.size(); ++i) impl_.parameters->assign_buffer_of(id, i, buffers[i]);
   if (split.before_backward) split.before_backward(1);  // of loops of the program's own
-  const bool others_need_them = split.sums_in_backward() || mesh_->has_experts();
+  const bool others_need_them = split.sums_in_backward() || computes_with_no_tokens();
   if (!others_need_them) impl_.gradients->drop_gradients(id);
   return {{}, {}, 0, weight_of(replica, 0)};
 }
@@ -166,25 +154,15 @@ Tensor ThreadedExecution::outputs_of_any(int replica, const Example& part) const
 // Returns an example like those that this worker has had, where the worker has none now.
 Example ThreadedExecution::example_of_none(const Example& empty) const {
   if (empty.x.defined()) example_ = example_like(empty);
-  if (example_.x.defined()) return mesh_ != nullptr && mesh_->has_experts() ? rows_of(example_, 0, 0) : example_;
+  if (example_.x.defined()) return computes_with_no_tokens() ? rows_of(example_, 0, 0) : example_;
   throw InvalidArgument(
       "a worker has had no example yet, and cannot take part in computing those of others: give each some of the first "
       "batch");
 }
 
-Example ThreadedExecution::own_positions(const Example& part) const {
-  if (mesh_ == nullptr || !part.x.defined()) return part;
-  return mesh_->own_positions(part, impl_.parameters->split()->positions);
-}
-
-std::unique_ptr<ContextParallel> ThreadedExecution::use_context() const {
-  return mesh_ != nullptr ? mesh_->use_context() : nullptr;
-}
-
 PerReplica<StepResult> ThreadedExecution::evaluate(Parts& batch, Tracker& tracker) {
   const auto evaluate_part = [&](ReplicaContext& replica, const internal::Part& unread) -> StepResult {
-    const auto part = own_positions(unread.read());
-    const auto in_context = use_context();
+    const auto part = own_part(unread.read());
     const AddedLosses added(losses_in_evaluation());
     const auto outputs = outputs_of_any(replica.local_replica_id(), part);
     if (!outputs.defined() || !impl_.topology.counts()) return {};
@@ -198,11 +176,10 @@ PerReplica<StepResult> ThreadedExecution::evaluate(Parts& batch, Tracker& tracke
 
 std::vector<Tensor> ThreadedExecution::predict(Parts& batch) {
   const auto predict_part = [&](ReplicaContext& replica, const internal::Part& unread) {
-    const auto part = own_positions(unread.read());
-    const auto in_context = use_context();
+    const auto part = own_part(unread.read());
     const auto rows = outputs_of_any(replica.local_replica_id(), part);
-    const auto whole = mesh_ != nullptr ? mesh_->whole_positions(rows) : rows;
-    return impl_.topology.counts() && impl_.topology.counts_examples() ? whole : Tensor();
+    const auto all = whole(rows);
+    return impl_.topology.counts() && impl_.topology.counts_examples() ? all : Tensor();
   };
   const auto parts = impl_.strategy.run(predict_part, batch);
   return {parts.begin(), parts.end()};

@@ -5,18 +5,11 @@
 #include "train/execution.h"
 #include "train/recorded_step.h"
 
-namespace lockstep {
-class ContextParallel;
-namespace parallel {
-class MeshParallelism;
-}
-}  // namespace lockstep
-
 namespace lockstep::train {
 
 class ThreadedExecution : public Execution {
  public:
-  explicit ThreadedExecution(ModelImpl& impl);
+  using Execution::Execution;
 
   std::vector<PerReplica<StepResult>> train(std::vector<Parts>& batches, Tracker& tracker,
                                             std::unique_ptr<Prepared> prepared,
@@ -34,6 +27,16 @@ class ThreadedExecution : public Execution {
   using LossOf = std::function<Tensor(const Tensor& output, std::int64_t first, std::int64_t count)>;
   virtual void compute_zeros(int replica, const Example& part, const LossOf& loss_of);
 
+  // Returns the outputs for a part that may be empty.
+  virtual Tensor outputs_of_any(int replica, const Example& part) const;
+
+  // Return the part of an example that this process computes with, and the whole of what it computed.
+  virtual Example own_part(const Example& part) const { return part; }
+  virtual Tensor whole(const Tensor& outputs) const { return outputs; }
+
+  // True where a replica without examples computes with no tokens, since other processes' tokens come to its layers.
+  virtual bool computes_with_no_tokens() const { return false; }
+
   virtual AddedLosses::Use losses_in_evaluation() const { return AddedLosses::Use::values_alone; }
 
   double weight_of(const ReplicaContext& replica, double divisor) const;
@@ -41,18 +44,13 @@ class ThreadedExecution : public Execution {
  private:
   StepResult train_step(ReplicaContext& replica, const internal::Part& unread, Tracker& tracker);
   ComputedStep compute_no_gradients(ReplicaContext& replica, const Example& empty);
-  Tensor outputs_of_any(int replica, const Example& part) const;
   Example example_of_none(const Example& empty) const;
-  Example own_positions(const Example& part) const;
-  std::unique_ptr<ContextParallel> use_context() const;
 
   // Enqueues the part of a step that jit_compile can record; and makes a step by replaying the recording.
   ComputedStep enqueue_step(ReplicaContext& replica, const Example& batch);
   StepResult play_step(ReplicaContext& replica, const Example& part, Tracker& tracker);
 
-  const parallel::MeshParallelism* const mesh_;  // over which the strategy splits models; null: none
   RecordedStep recorded_;
-  bool warned_of_context_ = false;
   mutable Example example_;  // of zeros, for a step in which this worker has no examples
 };
 

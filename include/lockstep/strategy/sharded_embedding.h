@@ -15,7 +15,7 @@ class Module;
 
 namespace lockstep {
 
-namespace strategy {
+namespace servers {
 class EmbeddingModule;
 }
 
@@ -59,7 +59,7 @@ class ShardedEmbedding {
   ShardedEmbedding copy() const;
 
  private:
-  std::shared_ptr<strategy::EmbeddingModule> module_;
+  std::shared_ptr<servers::EmbeddingModule> module_;
 };
 
 }  // namespace lockstep

@@ -17,8 +17,8 @@
 
 #include "lockstep/data/dataset.h"
 #include "lockstep/optimizer/optimizer.h"
-#include "lockstep/parallel/pipeline.h"
 #include "lockstep/strategy/module_factory.h"
+#include "lockstep/strategy/pipeline_stage.h"
 #include "lockstep/strategy/replicated.h"
 #include "lockstep/strategy/strategy.h"
 #include "lockstep/train/callback.h"

@@ -1,4 +1,4 @@
-// Dense, Embedding, ShardedEmbedding, Dropout.
+// Dense, Embedding, Dropout.
 #include <ATen/ATen.h>
 #include <torch/nn/modules/embedding.h>
 
@@ -55,19 +55,6 @@ class EmbeddingSpec final : public LayerSpec {
   EmbeddingOptions options_;
 };
 
-class ShardedEmbeddingSpec final : public LayerSpec {
- public:
-  explicit ShardedEmbeddingSpec(const ShardedEmbedding& like) : like_(like) {}
-  std::string kind() const override { return "sharded_embedding"; }
-  BuiltLayer build(const Tensor&) const override {
-    const auto embedding = like_.copy();
-    return {embedding.ptr(), [embedding](const Tensor& x) { return embedding(x); }};
-  }
-
- private:
-  ShardedEmbedding like_;
-};
-
 class DropoutSpec final : public LayerSpec {
  public:
   explicit DropoutSpec(double rate) : rate_(rate) {
@@ -105,7 +92,6 @@ Dense::Dense(std::int64_t units, DenseOptions options)
     : Layer(std::make_shared<DenseSpec>(units, std::move(options))) {}
 Embedding::Embedding(std::int64_t input_dim, std::int64_t output_dim, EmbeddingOptions options)
     : Layer(std::make_shared<EmbeddingSpec>(input_dim, output_dim, std::move(options))) {}
-Layer::Layer(const ShardedEmbedding& embedding) : Layer(std::make_shared<ShardedEmbeddingSpec>(embedding)) {}
 Dropout::Dropout(double rate) : Layer(std::make_shared<DropoutSpec>(rate)) {}
 
 ModuleLayer::ModuleLayer(internal::MakeModule make, internal::ForwardOfModule forward, std::string kind)

@@ -111,9 +111,9 @@ struct PieceModule : torch::nn::Module {
 
 }  // namespace
 
-parallel::Layers train::pieces_of(const std::vector<Layer>& layers, const Example& sample) {
+train::Layers train::pieces_of(const std::vector<Layer>& layers, const Example& sample) {
   const StackModule stack(layers, at::zeros_like(sample.x.slice(0, 0, 1)));
-  parallel::Layers result{.numbered = false};
+  Layers result{.numbered = false};
   std::set<const torch::nn::Module*> seen;
   for (const auto& piece : stack.pieces()) {
     for (const auto& [name, module] : piece.modules) {

@@ -11,8 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/data/dataset.h"
 #include "lockstep/train/layers.h"
-#include "parallel/pipeline_model.h"
+#include "train/layers_module.h"
 
 namespace lockstep::internal {
 
@@ -64,6 +65,6 @@ class StackModule : public torch::nn::Module {
 };
 
 // Returns the pieces of a StackModule for batches like `sample`, which Pipelines can have as layers.
-parallel::Layers pieces_of(const std::vector<Layer>& layers, const Example& sample);
+Layers pieces_of(const std::vector<Layer>& layers, const Example& sample);
 
 }  // namespace lockstep::train

@@ -1,0 +1,82 @@
+// A model's steps as compiled programs, for a strategy whose devices run programs (TPUStrategy).
+#pragma once
+
+#include <compare>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "ops/traced_program.h"
+#include "programs/launch_agreement.h"
+#include "programs/programs.h"
+#include "train/execution.h"
+
+namespace lockstep::programs {
+
+// Traces and compiles a program when its shapes come for the first time. Parts of a batch that are smaller than the
+// first ones were are filled up with examples that do not count, so the same program serves them. For one model and its
+// optimizer; one thread at a time. Collective over the strategy's workers.
+class CompiledModel final : public train::Execution {
+ public:
+  // number: the model's, among the strategy's models.
+  CompiledModel(ModelImpl& impl, const Programs& programs, std::int64_t number)
+      : Execution(impl), owner_(programs), number_(number) {}
+
+  bool reads_ahead() const override { return true; }
+  std::unique_ptr<Prepared> prepare(std::vector<Parts>& batches) override { return launch(Kind::train, batches); }
+  std::vector<PerReplica<train::StepResult>> train(std::vector<Parts>& batches, train::Tracker& tracker,
+                                                   std::unique_ptr<Prepared> prepared,
+                                                   const std::function<void()>& meanwhile) override;
+  PerReplica<train::StepResult> evaluate(Parts& batch, train::Tracker& tracker) override;
+  std::vector<Tensor> predict(Parts& batch) override;
+
+  // The programs read the devices' values; the host averages buffers.
+  void fetch_for_forward() const override;
+  void forget_steps() override { programs_.clear(); }
+
+ private:
+  enum class Kind { train, evaluate, predict };
+
+  using Input = std::vector<Example>;  // one replica's in one launch: [step]
+
+  struct Compiled {
+    std::int64_t rows = 0;  // rows of a replica's part
+    std::vector<std::int64_t> output_sizes;
+    std::unique_ptr<ops::CompiledProgram> program;
+  };
+
+  // The batches of a launch.
+  struct Launch final : Prepared {
+    Kind kind = Kind::train;
+    std::vector<Input> inputs;  // [replica]
+    std::shared_ptr<const Compiled> compiled;
+    std::unique_ptr<ops::ProgramInputs> copied;
+    std::vector<bool> updates;  // [step]
+  };
+
+  static std::string name_of(Kind kind);
+  std::string described(Kind kind, const std::vector<Input>& inputs) const;
+  std::vector<Input> read(std::vector<Parts>& batches) const;
+  std::unique_ptr<Launch> launch(Kind kind, std::vector<Parts>& batches);
+  std::shared_ptr<const Compiled> program_for(Kind kind, const std::vector<Input>& inputs, const LaunchAgreement& all);
+  ops::ProgramDevices::Tensors trace(Kind kind, const Example& part, const Tensor& counts, Compiled& compiled) const;
+  void check_labels(const Example& part, const Compiled& compiled) const;
+  std::vector<std::vector<Tensor>> run(Launch& launch, const std::function<void()>& meanwhile = {}) const;
+  std::vector<PerReplica<train::StepResult>> counted(const Launch& launch,
+                                                     const std::vector<std::vector<Tensor>>& results,
+                                                     train::Tracker& tracker) const;
+  std::vector<std::vector<std::uint64_t>> seeds(Kind kind, int count) const;
+  int steps(Kind kind, const std::vector<Input>& inputs) const;  // a launch's steps
+  bool has_metrics() const;
+  bool updates(const std::vector<Input>& inputs, std::size_t step) const;
+
+  const Programs& owner_;  // the strategy's, which the model keeps
+  const std::int64_t number_;
+  // [kind, steps of a launch, shapes]
+  std::map<std::tuple<Kind, int, Shapes>, std::shared_ptr<const Compiled>> programs_;
+};
+
+}  // namespace lockstep::programs
