@@ -12,7 +12,7 @@
 #include "data/stored_tensor.h"
 #include "parameter_server/chief_state.h"
 #include "parameter_server/server_cluster.h"
-#include "strategy/strategy_impl.h"
+#include "servers/servers.h"
 #include "tests/server_job.h"
 
 namespace lockstep {
@@ -89,15 +89,15 @@ class EngineWithAnswers final : public ServiceEngine {
 };
 
 Strategy strategy_with(const ServiceEngine& engine, const ParameterServerOptions& options) {
-  const auto servers = std::make_shared<parameter_server::ServerCluster>(
+  const auto cluster = std::make_shared<parameter_server::ServerCluster>(
       parameter_server::with_roles(*options.cluster, options.num_ps, options.evaluator),
       parameter_server::ServerClusterOptions{.start_timeout_seconds = options.start_timeout_seconds}, engine);
-  return Strategy(std::make_shared<StrategyImpl>(strategy::StrategySettings{
-      .devices = options.devices,
-      .threads_per_replica = options.threads_per_replica,
-      .timeout_seconds = options.timeout_seconds,
-      .servers = servers,
-      .replicas_in_step = servers->agree_on_replicas(static_cast<int>(options.devices.size()))}));
+  return Strategy(std::make_shared<StrategyImpl>(
+      strategy::StrategySettings{.devices = options.devices,
+                                 .threads_per_replica = options.threads_per_replica,
+                                 .timeout_seconds = options.timeout_seconds,
+                                 .kind = std::make_shared<servers::Servers>(
+                                     cluster, cluster->agree_on_replicas(static_cast<int>(options.devices.size())))}));
 }
 
 // Learns the sum of all x times `scale`, which is no variable of the servers.

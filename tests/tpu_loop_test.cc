@@ -7,7 +7,7 @@
 
 #include "base/expect_says_testing.h"
 #include "gradient/replicated_parameters.h"
-#include "strategy/strategy_impl.h"
+#include "programs/programs.h"
 #include "strategy/unwrap.h"
 #include "tests/tpu_testing.h"
 
@@ -72,14 +72,14 @@ TEST_P(TpuLoops, RunLoopsOfTheProgramsOwn) {
   const auto strategy = tpu(GetParam());
   const auto expected = run_loop(MirroredStrategy(GetParam()), true);
   for (const bool once : {true, false}) {
-    const auto counts = unwrap(strategy).programs()->counts();
+    const auto counts = programs::devices_of(unwrap(strategy)).counts();
     const auto loop = run_loop(strategy, once);
     for (std::size_t i = 0; i < loop.losses.size(); ++i) EXPECT_NEAR(loop.losses[i], expected.losses[i], 1e-4) << i;
     for (std::size_t i = 0; i < loop.weights.size(); ++i)
       EXPECT_LT((loop.weights[i] - expected.weights[i]).abs().max().item<double>(), 1e-5) << i;
     EXPECT_EQ(loop.running, expected.running);
-    EXPECT_EQ(unwrap(strategy).programs()->counts().traced - counts.traced, once ? 1 : 50);
-    EXPECT_LE(unwrap(strategy).programs()->counts().compiled - counts.compiled, 1);
+    EXPECT_EQ(programs::devices_of(unwrap(strategy)).counts().traced - counts.traced, once ? 1 : 50);
+    EXPECT_LE(programs::devices_of(unwrap(strategy)).counts().compiled - counts.compiled, 1);
   }
 }
 
@@ -101,13 +101,13 @@ TEST(Tpu, ACompiledFunctionKnowsItsModulesTheirModeAndNumbers) {
     const at::NoGradGuard no_grad;
     return net[0](x[0]);
   };
-  const auto counts = unwrap(strategy).programs()->counts();
+  const auto counts = programs::devices_of(unwrap(strategy)).counts();
   for (int round = 0; round < 2; ++round) {
     for (auto* const net : {&first, &second})
       EXPECT_LT((strategy.run(output, *net, x, 2.0)[1] - 2 * expected(*net)).abs().max().item<double>(), 1e-5);
     EXPECT_LT((strategy.run(output, first, x, 3.0)[0] - 3 * expected(first)).abs().max().item<double>(), 1e-5);
   }
-  EXPECT_EQ(unwrap(strategy).programs()->counts().traced - counts.traced, 3);
+  EXPECT_EQ(programs::devices_of(unwrap(strategy)).counts().traced - counts.traced, 3);
   first.train();
   const auto dropped = strategy.run(output, first, x, 2.0);
   EXPECT_GT((dropped[0] - dropped[1]).abs().max().item<double>(), 1e-3);  // by masks of their own

@@ -4,7 +4,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "strategy/strategy_impl.h"
+#include "programs/programs.h"
 #include "strategy/unwrap.h"
 #include "tests/tpu_testing.h"
 
@@ -60,7 +60,7 @@ TEST(TpuMemory, AStepTakesWhatItsCompilerSays) {
   auto model = seed_cnn(strategy);
   const auto data = images(2048).batch(1024);
   model.fit(data, {.epochs = 2, .verbose = 0});
-  const auto said = static_cast<double>(unwrap(strategy).programs()->counts().bytes) / (1 << 20);
+  const auto said = static_cast<double>(programs::devices_of(unwrap(strategy)).counts().bytes) / (1 << 20);
   reset_peak();
   const auto before = mebibytes("VmRSS");
   model.fit(data, {.epochs = 2, .verbose = 0});

@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "strategy/strategy_impl.h"
+#include "programs/programs.h"
 #include "tests/tpu_pod_training.h"
 
 namespace {
@@ -23,7 +23,7 @@ TPUStrategy pod(const std::string& plugin = "") {
   return TPUStrategy(TPUClusterResolver("", {.plugin = plugin, .start_timeout_seconds = 60}), {.timeout_seconds = 60});
 }
 
-void train() {
+void train_together() {
   const auto topology = initialize_tpu_system();
   const auto strategy = pod();
   std::cout << "topology " << topology.num_devices << " " << topology.num_tasks << " "
@@ -42,7 +42,7 @@ void train_with_backups(bool whole) {
   }});
   const auto strategy = pod();
   print("fit", numbers_of_fit(strategy, 1, {BackupAndRestore(std::getenv("BACKUPS")), breaks}));
-  print("compiled", {static_cast<double>(unwrap(strategy).programs()->counts().compiled)});
+  print("compiled", {static_cast<double>(programs::devices_of(unwrap(strategy)).counts().compiled)});
 }
 
 // The chief's step is another than the other's.
@@ -160,7 +160,7 @@ void train_alone() { print("dropout", numbers_of_dropout(TPUStrategy())); }
 int main(int, char** arguments) {
   const std::string act = arguments[1];
   try {
-    if (act == "train") train();
+    if (act == "train") train_together();
     if (act == "break off") train_with_backups(false);
     if (act == "go on") train_with_backups(true);
     if (act == "differ") differ();

@@ -13,7 +13,7 @@
 #include "base/fresh_folder_testing.h"
 #include "benchmarks/models.h"
 #include "gradient/replicated_parameters.h"
-#include "strategy/strategy_impl.h"
+#include "programs/programs.h"
 #include "strategy/unwrap.h"
 #include "tests/epoch_end.h"
 #include "tests/tpu_testing.h"
@@ -87,12 +87,12 @@ class TpuReplicas : public testing::TestWithParam<int> {};
 TEST_P(TpuReplicas, TrainAsMirroredOnesDo) {
   const auto strategy = tpu(GetParam());
   const auto data = images(1, 12);
-  const auto counts = unwrap(strategy).programs()->counts();
+  const auto counts = programs::devices_of(unwrap(strategy)).counts();
   expect_alike(train(strategy, data, seed_cnn, classifier()),
                train(MirroredStrategy(GetParam()), data, seed_cnn, classifier()));
   // The training step, the evaluation step and the prediction step.
-  EXPECT_EQ(unwrap(strategy).programs()->counts().traced - counts.traced, 3);
-  EXPECT_EQ(unwrap(strategy).programs()->counts().compiled - counts.compiled, 3);
+  EXPECT_EQ(programs::devices_of(unwrap(strategy)).counts().traced - counts.traced, 3);
+  EXPECT_EQ(programs::devices_of(unwrap(strategy)).counts().compiled - counts.compiled, 3);
 }
 
 TEST_P(TpuReplicas, NormalizeBatchesAsMirroredOnesDo) {
@@ -167,7 +167,7 @@ TEST(Tpu, CompiledProgramsAreKeptOnDisk) {
   const auto compiled = [&] {
     const auto strategy = tpu(1);
     const auto result = train(strategy, data, seed_cnn, classifier());
-    return std::pair(unwrap(strategy).programs()->counts().compiled, result);
+    return std::pair(programs::devices_of(unwrap(strategy)).counts().compiled, result);
   };
   const auto [first, expected] = compiled();
   EXPECT_EQ(first, 3);
@@ -191,7 +191,7 @@ TEST(Tpu, ProgramsOfOthersAreNotRun) {
     auto options = classifier();
     options.optimizer = SGD({.learning_rate = rate});
     const auto result = train(strategy, images(1, 12), seed_cnn, options);
-    return std::pair(unwrap(strategy).programs()->counts().compiled, result);
+    return std::pair(programs::devices_of(unwrap(strategy)).counts().compiled, result);
   };
   const auto files = [&] {
     std::set<std::filesystem::path> all;

@@ -55,7 +55,7 @@ std::shared_ptr<ReplicatedParameters> StagedExecution::make_parameters(const Exa
   ops::ReplicaRandom random;
   random.seed(std::stoull(impl_.topology.all.broadcast(std::to_string(impl_.first_seed))));
   const ops::ReplicaRandom::Use use(random);
-  const auto device = strategy.torch_device(0);
+  const auto device = strategy.replicas().device(0);
   const at::OptionalDeviceGuard on_device(device);
   const auto in_policy = [policy = impl_.policy, type = device.type()](const std::function<Tensor()>& compute) {
     const train::ComputePolicy::Scope scope(policy, type);

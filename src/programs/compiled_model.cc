@@ -69,7 +69,7 @@ bool CompiledModel::has_metrics() const {
 // Reads the parts, each replica's in that replica's thread.
 std::vector<CompiledModel::Input> CompiledModel::read(std::vector<Parts>& batches) const {
   std::vector<Input> inputs(static_cast<std::size_t>(impl_.strategy.num_local_replicas()));
-  unwrap(impl_.strategy).on_replicas([&](int replica) {
+  unwrap(impl_.strategy).replicas().run([&](int replica) {
     for (auto& batch : batches) inputs[static_cast<std::size_t>(replica)].push_back(batch[replica].read());
   });
   const auto none = first_of(some_of(inputs), 0);
@@ -204,7 +204,7 @@ std::unique_ptr<CompiledModel::Launch> CompiledModel::launch(Kind kind, std::vec
   const auto& compiled = *launch->compiled;
   const auto count = static_cast<std::size_t>(steps(kind, inputs));
   std::vector<Tensors> filled(inputs.size());
-  unwrap(impl_.strategy).on_replicas([&](int replica) {
+  unwrap(impl_.strategy).replicas().run([&](int replica) {
     const auto& parts = inputs[static_cast<std::size_t>(replica)];
     for (const auto& part : parts)
       if (kind != Kind::predict) check_labels(part, compiled);

@@ -52,8 +52,8 @@ void await(ops::LaunchedProgram& launched) {
 }  // namespace
 
 void Programs::begin(StrategyImpl& strategy) {
-  const auto& group = strategy.settings().workers->group;
-  watch_.emplace(strategy.topology().all.with_group(strategy.membership()->group(group)),
+  const auto& group = strategy.workers().group_options();
+  watch_.emplace(strategy.topology().all.with_group(strategy.workers().membership()->group(group)),
                  [devices = devices_](const std::string& reason) { devices->fail_waiters(reason); });
 }
 
@@ -100,7 +100,9 @@ std::vector<std::vector<at::Tensor>> Programs::run_compiled(StrategyImpl& strate
   std::vector<Tensors> inputs;
   for (const auto& of_replica : step.inputs) inputs.push_back(ops::defined_of(of_replica));
   ops::CompiledProgram::Launch launch{.inputs = entry.program->copy(inputs), .updates = {true}};
-  for (const auto seed : strategy.next_run_seeds()) launch.seeds.push_back({seed});
+  const auto run_seed = strategy.seeds().next();
+  for (int replica = 0; replica < strategy.replicas().count(); ++replica)
+    launch.seeds.push_back({mix(run_seed, static_cast<std::uint64_t>(strategy.topology().first_replica() + replica))});
   std::vector<std::vector<Tensor>> all_results;
   for (const auto& defined : results(strategy, *entry.program->launch(std::move(launch)))) {
     auto& all = all_results.emplace_back();
@@ -126,7 +128,7 @@ std::vector<std::vector<at::Tensor>> Programs::results(StrategyImpl& strategy, o
     throw;
   } catch (const std::exception& error) {
     if (workers.size() > 1) {
-      strategy.tell_failure(error);
+      strategy.workers().tell_failure(error);
       workers.abort(error.what());
     }
     await(launched);
@@ -150,6 +152,10 @@ void Programs::check_same_program(const Communicator& workers, const std::string
   for (const auto& input : inputs) shapes += text(" ", input.scalar_type(), " ", input.sizes());
   workers.check_all_agree(text("programs of ", name),
                           text("inputs", shapes, "\na program with the hash ", program.hash()));
+}
+
+ops::ProgramDevices& devices_of(const StrategyImpl& strategy) {
+  return *dynamic_cast<const Programs&>(strategy.kind()).devices();
 }
 
 }  // namespace lockstep::programs

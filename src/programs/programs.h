@@ -54,4 +54,7 @@ class Programs final : public strategy::Kind {
   mutable std::int64_t models_ = 0;   // built, with equal numbers on all workers
 };
 
+// Returns the devices of a TPUStrategy.
+ops::ProgramDevices& devices_of(const StrategyImpl& strategy);
+
 }  // namespace lockstep::programs

@@ -24,7 +24,7 @@ void Kind::reconnect(const Topology& topology, const WorkerSettings& workers, do
 
 std::shared_ptr<ReplicatedParameters> Kind::replicate(
     StrategyImpl& strategy, const std::vector<std::shared_ptr<torch::nn::Module>>& modules) const {
-  const auto on_replicas = [&](const auto& function) { strategy.on_replicas(function); };
+  const auto on_replicas = [&](const auto& function) { strategy.replicas().run(function); };
   return std::make_shared<ReplicatedParameters>(modules, strategy.placement(), on_replicas, strategy.topology());
 }
 

@@ -13,8 +13,8 @@ int ReplicaContext::local_replica_id() const {
 }
 
 int ReplicaContext::num_replicas_in_sync() const { return strategy_.topology().all_replicas(); }
-const Group& ReplicaContext::group() const { return strategy_.group(local_replica_id_); }
-const Group& ReplicaContext::local_group() const { return strategy_.local_group(local_replica_id_); }
+const Group& ReplicaContext::group() const { return strategy_.replicas().group(local_replica_id_); }
+const Group& ReplicaContext::local_group() const { return strategy_.replicas().local_group(local_replica_id_); }
 Deadline ReplicaContext::deadline() const { return strategy_.deadline(); }
 
 const std::string& ReplicaContext::device() const {
@@ -24,7 +24,7 @@ const std::string& ReplicaContext::device() const {
 void ReplicaContext::seed_random(std::uint64_t seed) const {
   if (ops::current_trace() != nullptr)
     throw InvalidArgument("seed_random: a step that is compiled has random numbers of its own in each run");
-  strategy_.random(local_replica_id_).seed(seed);
+  strategy_.replicas().random(local_replica_id_).seed(seed);
 }
 
 Tensor ReplicaContext::all_reduce(ReduceOp op, const Tensor& value) const {

@@ -153,13 +153,13 @@ StrategyScope::~StrategyScope() { innermost = std::move(before_); }
 
 Strategy Strategy::current() { return innermost == nullptr ? OneDeviceStrategy() : Strategy(innermost); }
 int Strategy::num_replicas_in_sync() const { return impl_->topology().all_replicas(); }
-int Strategy::num_local_replicas() const { return impl_->replicas(); }
+int Strategy::num_local_replicas() const { return impl_->replicas().count(); }
 bool Strategy::is_chief() const { return impl_->topology().is_chief(); }
 std::vector<std::string> Strategy::devices() const { return impl_->settings().devices; }
 bool Strategy::runs_programs() const { return impl_->kind().compiles_steps(); }
 std::vector<std::vector<Tensor>> Strategy::run_program(const internal::StepToRun& step) const {
   std::vector<std::vector<Tensor>> results;
-  impl_->abort_on_error([&] { results = impl_->kind().run_compiled(*impl_, step); });
+  impl_->workers().abort_on_error([&] { results = impl_->kind().run_compiled(*impl_, step); });
   return results;
 }
 void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
@@ -234,14 +234,14 @@ std::shared_ptr<ReplicatedParameters> internal::replicate_modules(StrategyImpl& 
 std::shared_ptr<ReplicatedParameters> strategy::replicate_modules(StrategyImpl& strategy, std::uint64_t seed,
                                                                   const internal::MakeModule& make) {
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
-  strategy.check_on_all([&] {
-    for (int replica = 0; replica < strategy.replicas(); ++replica) {
+  strategy.workers().check_on_all([&] {
+    for (int replica = 0; replica < strategy.replicas().count(); ++replica) {
       ops::ReplicaRandom random;
       random.seed(seed);
       const ops::ReplicaRandom::Use use(random);
       modules.push_back(make());
       if (modules.back() == nullptr) throw InvalidArgument("the model's factory returned no module");
-      modules.back()->to(strategy.torch_device(replica));
+      modules.back()->to(strategy.replicas().device(replica));
     }
   });
   return strategy.kind().replicate(strategy, modules);

@@ -17,7 +17,7 @@ class VariableImpl {
       : options(variable_options),
         sizes(initial.sizes().vec()),
         dtype(initial.scalar_type()),
-        devices(unwrap(strategy).torch_devices()),
+        devices(unwrap(strategy).replicas().devices()),
         workers(unwrap(strategy).topology().data) {
     const auto shared = initial.detach().clone();
     broadcast(unwrap(strategy).topology().all, {shared});

@@ -55,7 +55,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
         module_(std::move(module)),
         optimizer_(std::move(optimizer)),
         objects_(std::move(objects)) {
-    place.seed = this->strategy().next_loop_seed();
+    place.seed = this->strategy().seeds().next_of_loop();
   }
 
   Numbers run(const std::function<Numbers()>& act) {
@@ -76,7 +76,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
     if (strategy().settings().worker_batch) {
       throw InvalidArgument("for_each: elastic.worker_batch is for fit; here the data set's batches are global");
     }
-    if (strategy().is_elastic() && data.is_sharded()) {
+    if (strategy().workers().is_elastic() && data.is_sharded()) {
       throw InvalidArgument(
           "for_each: an elastic strategy needs a data set that all workers read: its auto_shard_policy must be "
           "AutoShardPolicy::data, and it must not come from distribute_from_function");
@@ -141,7 +141,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   }
 
   // Gives a section its own random numbers, the same however often the section is made.
-  void begin_section() { strategy().set_runs(place.seed, static_cast<std::uint64_t>(place.sections)); }
+  void begin_section() { strategy().seeds().set(place.seed, static_cast<std::uint64_t>(place.sections)); }
 
   const Communicator& workers() const { return strategy().topology().all; }
 
@@ -195,13 +195,13 @@ ElasticLoop::~ElasticLoop() {
 bool ElasticLoop::walk(const DistributedDataset& data, std::size_t count, const std::function<Numbers(Batch&)>& step,
                        const std::function<void(const Numbers&)>& done) {
   bool walked = false;
-  impl_->strategy().abort_on_error([&] { walked = impl_->walk(data, count, step, done); });
+  impl_->strategy().workers().abort_on_error([&] { walked = impl_->walk(data, count, step, done); });
   return walked;
 }
 
 ElasticLoop::Numbers ElasticLoop::run_section(const std::function<Numbers()>& act) {
   Numbers result;
-  impl_->strategy().abort_on_error([&] { result = impl_->run(act); });
+  impl_->strategy().workers().abort_on_error([&] { result = impl_->run(act); });
   return result;
 }
 

@@ -19,11 +19,11 @@ constexpr std::chrono::milliseconds kBetweenQuestions(50);  // between two agree
 }  // namespace
 
 bool ElasticTraining::take_part(const std::string& description) {
-  auto& membership = *strategy().membership();
-  const auto number = strategy().next_training();
+  auto& membership = *strategy().workers().membership();
+  const auto number = strategy().workers().next_training();
   if (strategy().topology().is_newcomer()) {
     const auto deadline =
-        Deadline::after(std::chrono::duration<double>(strategy().settings().workers->group.timeout_seconds));
+        Deadline::after(std::chrono::duration<double>(strategy().workers().group_options().timeout_seconds));
     const auto poll = [this] {
       if (received() != 0) throw Interrupted(received());
     };
@@ -51,18 +51,18 @@ void ElasticTraining::run(const std::function<Numbers()>& act, const Finish& fin
   };
   has_agreed_ = false;
   sections_.run(act_in_group, finish);
-  if (has_agreed_) agreed_in_ = strategy().completed_sections().generation;
+  if (has_agreed_) agreed_in_ = strategy().workers().completed_sections().generation;
 }
 
 Training::Numbers ElasticTraining::run_or_act(const std::function<Numbers()>& act) {
-  if (strategy().completed_sections().is_in_one) return act();
+  if (strategy().workers().completed_sections().is_in_one) return act();
   Numbers completed;
   run(act, [&](const Numbers& numbers) { completed = numbers; });
   return completed;
 }
 
 bool ElasticTraining::goes_on_after(const std::exception& error, const std::string& what) {
-  const auto why = elastic::describe(error, strategy().membership()->members());
+  const auto why = elastic::describe(error, strategy().workers().membership()->members());
   if (!sections_.goes_on_behind(error)) return false;
   log_warning(text(what, " broke off: ", why));
   return true;

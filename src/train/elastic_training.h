@@ -15,7 +15,7 @@ namespace lockstep::train {
 class ElasticTraining final : public Training {
  public:
   ElasticTraining(TrainingWorker& worker, const SignalGuard* signals)
-      : Training(worker, signals), sections_(worker, worker.strategy().completed_sections()) {}
+      : Training(worker, signals), sections_(worker, worker.strategy().workers().completed_sections()) {}
 
   bool take_part(const std::string& description) override;
   void end() override;
@@ -29,7 +29,7 @@ class ElasticTraining final : public Training {
  private:
   Says says(bool stops) override;
 
-  bool agreed_by_these_workers() const { return strategy().completed_sections().generation == agreed_in_; }
+  bool agreed_by_these_workers() const { return strategy().workers().completed_sections().generation == agreed_in_; }
   void agree_again();
   bool change(bool leaves);
   std::vector<int> rows_that_leave();
@@ -37,7 +37,7 @@ class ElasticTraining final : public Training {
   bool too_few() const;
 
   StrategyImpl& strategy() const { return worker_.strategy(); }
-  const ElasticOptions& options() const { return *strategy().settings().workers->elastic; }
+  const ElasticOptions& options() const { return strategy().workers().elastic(); }
 
   elastic::Sections sections_;
   std::unique_ptr<elastic::OpenTraining> open_;  // from take_part to the end

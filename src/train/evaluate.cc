@@ -105,7 +105,7 @@ class Batches {
   Batches(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps)
       : steps_(steps), same_(impl, caller, data, steps) {
     const auto& strategy = unwrap(impl.strategy);
-    strategy.check_on_all([&] {
+    strategy.workers().check_on_all([&] {
       iterator_.emplace(strategy::distribute_ahead(data, strategy.local_replicas()).iterate());
       if (iterator_->is_sharded()) return;  // then all workers read at once
       next_ = iterator_->next_parts();
@@ -162,8 +162,8 @@ void require_evaluable(const ModelImpl& impl, const Dataset& data, std::int64_t 
 // Calls act(batches), collective over the workers. Where one fails, the others are told.
 template <class Act>
 void with_batches(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps, const Act& act) {
-  unwrap(impl.strategy).abort_on_error([&] {
-    unwrap(impl.strategy).check_on_all([&] { require_evaluable(impl, data, steps); });
+  unwrap(impl.strategy).workers().abort_on_error([&] {
+    unwrap(impl.strategy).workers().check_on_all([&] { require_evaluable(impl, data, steps); });
     const EvaluationMode evaluating(impl);
     const at::NoGradGuard no_grad;
     Batches batches(impl, caller, data, steps);  // a data set may call the model

@@ -37,7 +37,7 @@ class Fit {
         signals_(options.handle_signals),
         worker_(impl_, "fit", [this] { become_chief(); }),
         training_(train::Training::of(worker_, &signals_)),
-        computes_alone_(on_cpu(unwrap(impl_.strategy).torch_devices()) && !impl_.topology.is_split) {
+        computes_alone_(on_cpu(unwrap(impl_.strategy).replicas().devices()) && !impl_.topology.is_split) {
     impl_.fitting = true;
     impl_.training = training_.get();
   }
@@ -55,7 +55,7 @@ class Fit {
     impl_.data_epochs = std::max<std::int64_t>(impl_.data_epochs, options_.initial_epoch);
     impl_.progress = {.epoch = options_.initial_epoch, .position = {.epoch = impl_.data_epochs}};
     impl_.stopping = impl_.agreed_to_stop = impl_.out_of_data = false;
-    unwrap(impl_.strategy).abort_on_error(peers(), [this] {
+    unwrap(impl_.strategy).workers().abort_on_error(peers(), [this] {
       build_for_first_batch();
       compare();
       steps_ = impl_.lead->steps(data_, options_);
@@ -235,7 +235,9 @@ class Fit {
     if (said.empty()) return;
     const auto& strategy = unwrap(impl_.strategy);
     const auto number =
-        strategy.is_elastic() ? elastic::launchers_ranks(strategy.membership()->members(), {stragglers_.named()}) : "";
+        strategy.workers().is_elastic()
+            ? elastic::launchers_ranks(strategy.workers().membership()->members(), {stragglers_.named()})
+            : "";
     log_warning(text("fit: ", said, number));
   }
 

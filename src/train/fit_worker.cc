@@ -50,13 +50,13 @@ ModelImpl::Numbers ModelImpl::in_section(const std::string& what, const std::fun
   }
   if (training != nullptr) return training->run_or_act(act);
   const auto& all = unwrap(strategy);
-  if (!all.is_elastic() || all.completed_sections().is_in_one) return act();
+  if (!all.workers().is_elastic() || all.workers().completed_sections().is_in_one) return act();
   train::FitWorker worker(*this, what, [] {});
   return train::Training::of(worker)->run_or_act(act);
 }
 
 void ModelImpl::check_on_all(const std::string& what, const std::function<void()>& check) {
-  if (unwrap(strategy).is_elastic()) return check();  // the others go on without a worker that fails
+  if (unwrap(strategy).workers().is_elastic()) return check();  // the others go on without a worker that fails
   in_section(what, [&] {
     collective::check_on_all(topology.peers, topology.all.size() > 1 ? "worker" : "rank", check);
     return Numbers();

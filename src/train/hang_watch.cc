@@ -36,8 +36,7 @@ void watch(const std::stop_token& stop, const StrategyImpl& strategy, const std:
 }  // namespace
 
 HangWatch::HangWatch(const StrategyImpl& strategy, const std::string& what) {
-  const auto& workers = strategy.settings().workers;
-  if (!workers || (strategy.topology().all.size() == 1 && !workers->elastic)) return;
+  if (strategy.topology().all.size() == 1 && !strategy.workers().is_elastic()) return;
   const double limit_seconds = strategy.settings().timeout_seconds / 2;
   thread_ = std::jthread(
       [&strategy, what, limit_seconds](const std::stop_token& stop) { watch(stop, strategy, what, limit_seconds); });

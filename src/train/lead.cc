@@ -15,7 +15,7 @@ std::string Lead::follow_fit(Model& /*model*/, const Dataset& /*data*/, const Fi
   return {};
 }
 
-bool Lead::needs_each_step() const { return unwrap(impl_.strategy).is_elastic(); }
+bool Lead::needs_each_step() const { return unwrap(impl_.strategy).workers().is_elastic(); }
 
 bool Lead::is_in_fit() const { return impl_.fitting; }
 

@@ -222,7 +222,9 @@ class LocalSteps final : public StepSource {
 }  // namespace
 
 std::unique_ptr<StepSource> local_steps(ModelImpl& impl, const Dataset& data, const FitOptions& options) {
-  if (unwrap(impl.strategy).is_elastic()) {  // however many workers there are, the steps have the same batches
+  if (unwrap(impl.strategy)
+          .workers()
+          .is_elastic()) {  // however many workers there are, the steps have the same batches
     const auto policy = data.options().auto_shard_policy;
     if (policy != AutoShardPolicy::automatic && policy != AutoShardPolicy::data) {
       throw collective::RefusedByAll(  // all workers have the same policy

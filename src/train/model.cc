@@ -33,8 +33,8 @@ void ModelImpl::require_own(const char* caller) const {
 void ModelImpl::build(const Example& sample) {
   require_own("build");
   if (parameters != nullptr) return;
-  unwrap(strategy).check_on_all([this] {
-    policy.check(unwrap(strategy).torch_devices());
+  unwrap(strategy).workers().check_on_all([this] {
+    policy.check(unwrap(strategy).replicas().devices());
     train::require_free(layers, model_number);
   });
   const auto made_execution = train::Execution::of(*this);
@@ -62,9 +62,9 @@ void ModelImpl::build_for(const Dataset& data, const char* caller) {
   require_own(caller);
   if (parameters != nullptr) return;
   const auto& all = unwrap(strategy);
-  all.abort_on_error([&] {
+  all.workers().abort_on_error([&] {
     Example first;
-    all.check_on_all([&] {
+    all.workers().check_on_all([&] {
       first = strategy::first_element(data, all.local_replicas());
       if (!first.x.defined()) throw InvalidArgument(text(caller, ": the data set is empty"));
       strategy::check_batch(first);
@@ -180,7 +180,7 @@ void Model::build(const std::vector<std::int64_t>& input_shape, at::ScalarType d
 
 Logs Model::train_on_batch(const Example& batch) {
   impl_->require_compiled("train_on_batch");
-  unwrap(impl_->strategy).abort_on_error(impl_->topology.peers, [&] {
+  unwrap(impl_->strategy).workers().abort_on_error(impl_->topology.peers, [&] {
     strategy::check_batch(batch);
     impl_->build(batch);
     impl_->follow_requires_grad();

@@ -89,7 +89,7 @@ class ModelImpl {
   void on_all_in_section(const std::string& what, const Act& act) {
     in_section(what, [&] {
       act();
-      if (unwrap(strategy).is_elastic()) topology.all.any(false);
+      if (unwrap(strategy).workers().is_elastic()) topology.all.any(false);
       return Numbers();
     });
   }

@@ -12,7 +12,7 @@
 namespace lockstep::train {
 
 std::unique_ptr<Training> Training::of(TrainingWorker& worker, const SignalGuard* signals) {
-  if (worker.strategy().is_elastic()) return std::make_unique<ElasticTraining>(worker, signals);
+  if (worker.strategy().workers().is_elastic()) return std::make_unique<ElasticTraining>(worker, signals);
   return std::make_unique<Training>(worker, signals);
 }
 

@@ -25,8 +25,8 @@ void TrainingWorker::join() {
 
 // Keeps the first loss, which is the cause of the others.
 void TrainingWorker::on_loss(const std::exception& error) {
-  const auto& membership = *strategy_.membership();
-  membership.require_fewer_than_two_failures(strategy_.completed_sections().count);
+  const auto& membership = *strategy_.workers().membership();
+  membership.require_fewer_than_two_failures(strategy_.workers().completed_sections().count);
   if (loss_.empty()) loss_ = elastic::describe(error, membership.members());
 }
 

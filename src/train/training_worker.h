@@ -19,7 +19,7 @@ class TrainingWorker : public elastic::Member {
 
   int rank() const final { return strategy_.topology().all.rank(); }
   int size() const final { return strategy_.topology().all.size(); }
-  std::int64_t generation() const final { return strategy_.membership()->world().generation; }
+  std::int64_t generation() const final { return strategy_.workers().membership()->world().generation; }
   std::vector<std::string> all_gather(const std::string& mine) final {
     return strategy_.topology().all.all_gather(mine);
   }

@@ -68,14 +68,16 @@ void BackgroundSave::finish(const ModelImpl& impl) {
   path_.reset();
 }
 
-void BackgroundSave::start(const ModelImpl& impl) { seen_ = unwrap(impl.strategy).completed_sections().generation; }
+void BackgroundSave::start(const ModelImpl& impl) {
+  seen_ = unwrap(impl.strategy).workers().completed_sections().generation;
+}
 
 bool BackgroundSave::was_lost(ModelImpl& impl) {
   return chief_says(impl, [this] { return was_lost_; });
 }
 
 bool BackgroundSave::is_lost(ModelImpl& impl) {
-  const auto& completed = unwrap(impl.strategy).completed_sections();
+  const auto& completed = unwrap(impl.strategy).workers().completed_sections();
   const auto now = completed.generation;  // the same on all, unlike the number of a worker's regroups
   if (seen_ == now) return false;
   const bool lost = chief_says(impl, [this] { return !is_whole(); });

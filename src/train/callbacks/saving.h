@@ -14,7 +14,7 @@ namespace lockstep {
 // Returns how long a fit that throws waits for the others' parts of a checkpoint: not at all where the others go on,
 // and write another one.
 inline std::chrono::seconds for_other_workers(const Model& model) {
-  return std::chrono::seconds(unwrap(model.strategy()).is_elastic() ? 0 : 10);
+  return std::chrono::seconds(unwrap(model.strategy()).workers().is_elastic() ? 0 : 10);
 }
 
 inline void require_not_negative(const char* what, std::int64_t value) {

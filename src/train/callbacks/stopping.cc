@@ -49,7 +49,7 @@ EarlyStopping::EarlyStopping(EarlyStoppingOptions options) : options_(std::move(
 
 void EarlyStopping::on_train_begin() {
   const auto& strategy = unwrap(unwrap(model()).strategy);
-  if (options_.restore_best_weights && strategy.is_elastic() && strategy.topology().is_split) {
+  if (options_.restore_best_weights && strategy.workers().is_elastic() && strategy.topology().is_split) {
     throw InvalidArgument(
         "EarlyStopping: restore_best_weights is not for an elastic mesh, whose chief alone has the best weights and "
         "may "

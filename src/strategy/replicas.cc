@@ -1,0 +1,52 @@
+#include "strategy/replicas.h"
+
+#include "strategy/devices.h"
+
+namespace lockstep::strategy {
+namespace {
+
+// Counted in rounds of about 20 ns: long enough where replicas end their backward at nearly the same time.
+constexpr int kSpinRounds = 2000;
+
+std::vector<c10::Device> torch_devices(const std::vector<std::string>& names) {
+  std::vector<c10::Device> devices;
+  for (const auto& name : names) devices.push_back(torch_device(name));
+  return devices;
+}
+
+}  // namespace
+
+Replicas::Replicas(const StrategySettings& settings, const Workers& workers)
+    : workers_(workers),
+      usable_cpus_(settings.partition.usable_cpu_count()),
+      devices_(torch_devices(settings.devices)),
+      groups_(settings.devices.size()),
+      threads_({.replicas = count(),
+                .threads_per_replica = settings.threads_per_replica,
+                .cpus = settings.partition.cpus(),
+                .spin_rounds = spin_rounds()}) {
+  for (const auto device : devices_) random_.push_back(std::make_unique<ops::ReplicaRandom>(device));
+  make_local_groups();
+}
+
+int Replicas::spin_rounds() const { return count() <= usable_cpus_ ? kSpinRounds : 0; }
+
+const Group& Replicas::group(int replica) const {
+  const auto& data = workers_.topology().data;
+  if (data.size() == 1) return local_group(replica);
+  if (count() == 1) return data.group();
+  auto& group = groups_[static_cast<std::size_t>(replica)];
+  if (!group) group = workers_.replica_group(replica);
+  return *group;
+}
+
+void Replicas::forget_groups() {
+  for (auto& group : groups_) group.reset();
+}
+
+void Replicas::fail(int replica) const {
+  const auto& group = groups_[static_cast<std::size_t>(replica)];
+  workers_.fail(replica, local_group(replica), group ? &*group : nullptr);
+}
+
+}  // namespace lockstep::strategy

@@ -1,0 +1,81 @@
+// This process's replicas: their threads, devices, Groups and random numbers.
+#pragma once
+
+#include <ATen/DeviceGuard.h>
+#include <c10/core/Device.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/mutex.h"
+#include "ops/replica_random.h"
+#include "strategy/replica_threads.h"
+#include "strategy/workers.h"
+
+namespace lockstep::strategy {
+
+class Replicas {
+ public:
+  // Both live longer.
+  Replicas(const StrategySettings& settings, const Workers& workers);
+
+  int count() const { return static_cast<int>(devices_.size()); }
+  const std::vector<c10::Device>& devices() const { return devices_; }
+  c10::Device device(int replica) const { return devices_[static_cast<std::size_t>(replica)]; }
+
+  // Calls function(replica) on every replica's thread. When one throws, the Groups are aborted so that the others leave
+  // their collective operations, the first exception is rethrown, and a new Group of this process's replicas takes the
+  // place of the old.
+  template <class Function>
+  void run(const Function& function);
+
+  // That replica uses them while it runs.
+  ops::ReplicaRandom& random(int replica) const { return *random_[static_cast<std::size_t>(replica)]; }
+
+  // Return replica `replica`'s handle of the Group of this process's replicas, and of all workers'. All replicas make
+  // the second when they first ask for it.
+  const Group& local_group(int replica) const { return local_groups_[static_cast<std::size_t>(replica)]; }
+  const Group& group(int replica) const;
+
+  // The workers have regrouped: the replicas make the Group of all anew.
+  void forget_groups();
+
+ private:
+  int spin_rounds() const;
+  void make_local_groups() { local_groups_ = make_thread_groups(count(), spin_rounds()); }
+  void fail(int replica) const;  // for the exception that is handled
+
+  const Workers& workers_;
+  const int usable_cpus_;
+  std::vector<c10::Device> devices_;                         // [replica]
+  std::vector<std::unique_ptr<ops::ReplicaRandom>> random_;  // [replica]
+  std::vector<Group> local_groups_;                          // [replica]
+  mutable std::vector<std::optional<Group>> groups_;         // [replica]: all workers' replicas; that replica's own
+  ReplicaThreads threads_;
+};
+
+template <class Function>
+void Replicas::run(const Function& function) {
+  Mutex mutex;
+  std::exception_ptr first;  // guarded by mutex
+  threads_.run([&](int replica) {
+    const at::OptionalDeviceGuard on_device(device(replica));
+    try {
+      function(replica);
+    } catch (...) {
+      {
+        MutexLock lock(mutex);
+        if (!first) first = std::current_exception();
+      }
+      // `first` is set before: what the others throw now is a consequence.
+      fail(replica);
+    }
+  });
+  if (!first) return;
+  make_local_groups();
+  std::rethrow_exception(first);
+}
+
+}  // namespace lockstep::strategy

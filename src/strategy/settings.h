@@ -1,0 +1,36 @@
+// The decisions of a strategy, of which its implementation is made.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cluster/cpu_partition.h"
+#include "elastic/membership.h"
+#include "gradient/gradient_path.h"
+#include "lockstep/strategy/multi_worker_mirrored_strategy.h"
+#include "strategy/kind.h"
+
+namespace lockstep::strategy {
+
+// This process, as a worker among those that train together.
+struct WorkerSettings {
+  std::shared_ptr<elastic::Membership> membership;  // null: on a mesh that was made of a Communicator
+  GroupOptions group;
+  std::optional<ElasticOptions> elastic = {};
+};
+
+struct StrategySettings {
+  std::vector<std::string> devices;  // one a replica
+  int threads_per_replica = 0;       // 0: an equal share of the cores
+  cluster::CpuPartition partition = {};
+  gradient::Placement placement = gradient::Placement::mirrored;
+  gradient::GradientPathOptions gradients = {};
+  double timeout_seconds = kDefaultTimeoutSeconds;
+  std::optional<WorkerBatch> worker_batch = {};
+  std::optional<WorkerSettings> workers = {};  // none: this process is alone
+  std::shared_ptr<Kind> kind = std::make_shared<Kind>();
+};
+
+}  // namespace lockstep::strategy

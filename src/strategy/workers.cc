@@ -1,0 +1,80 @@
+#include "strategy/workers.h"
+
+#include "base/text.h"
+#include "elastic/failures.h"
+
+namespace lockstep::strategy {
+namespace {
+
+// Returns the topology without the other workers, who find each other later.
+Topology topology_of(const StrategySettings& settings) {
+  auto topology = settings.kind->topology();
+  topology.replicas = static_cast<int>(settings.devices.size());
+  topology.came_later = settings.workers && settings.workers->membership && settings.workers->membership->is_newcomer();
+  return topology;
+}
+
+}  // namespace
+
+Workers::Workers(const StrategySettings& settings)
+    : kind_(*settings.kind),
+      settings_(settings.workers),
+      timeout_seconds_(settings.timeout_seconds),
+      topology_(topology_of(settings)) {}
+
+void Workers::regroup(const elastic::Change& change) {
+  membership()->regroup(change, elastic().regroup_seconds);
+  if (!change.leaves) reconnect();
+}
+
+void Workers::join() {
+  membership()->take_place();
+  reconnect();
+}
+
+void Workers::reconnect() { kind_.reconnect(topology_, *settings_, elastic().regroup_seconds); }
+
+Group Workers::replica_group(int replica) const {
+  return membership()->replica_group(topology_.replicas, replica, group_options());
+}
+
+std::vector<std::string> Workers::hosts() const {
+  const auto& processes = membership()->members().processes;
+  const auto row = static_cast<std::size_t>(topology_.row_size);
+  std::vector<std::string> hosts;
+  for (auto rank = static_cast<std::size_t>(topology_.part); rank < processes.size(); rank += row)
+    hosts.push_back(processes[rank].host);
+  return hosts;
+}
+
+void Workers::fail(int replica, const Group& local, const Group* of_all) const {
+  std::string why = text("replica ", topology_.first_replica() + replica, " failed");
+  const bool has_others = topology_.all.size() > 1;
+  bool all_know = false;
+  try {
+    throw;
+  } catch (const PeerLost& error) {
+    all_know = is_elastic();
+    why = error.what();
+  } catch (const std::exception& error) {
+    tell_failure(error);
+    const auto here = membership() != nullptr ? text(" on ", membership()->world().host) : "";
+    if (has_others) why += text(here, ": ", error.what());
+  } catch (...) {
+  }
+  local.abort(why);
+  if (all_know) return;
+  if (has_others) topology_.all.group().abort(why);
+  if (of_all != nullptr)
+    of_all->abort(why);
+  else if (has_others && membership() != nullptr)
+    membership()->fail_waiters(why);  // other replicas may be making that Group
+}
+
+void Workers::tell_failure(const std::exception& error) const {
+  kind_.tell_failure(error);
+  if (!is_elastic() || !elastic::is_of_program(error)) return;
+  membership()->tell_failure(completed_sections_.count, error);
+}
+
+}  // namespace lockstep::strategy
