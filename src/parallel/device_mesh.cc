@@ -133,7 +133,7 @@ struct DeviceMesh::State {
       : axes(in_one_row(std::move(of))), options(with) {
     const auto newcomer = Job::newcomer(cluster, with.group.timeout_seconds);
     int stride = number_of_ranks(axes);
-    claim.emplace(*newcomer.stores(), newcomer.world(), stride);
+    claim.emplace(newcomer.stores(), newcomer.world(), stride);
     take_membership(std::make_shared<elastic::JobMembership>(newcomer, stride, claim->part()));
     ranks = Communicator(newcomer.group(with.group), with.timeout_seconds);  // this rank alone
     for (const auto& axis : axes) {

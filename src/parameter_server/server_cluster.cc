@@ -7,6 +7,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/own_files.h"
+#include "cluster/liveness.h"
 #include "cluster/rendezvous.h"
 #include "cluster/resolvers.h"
 #include "lockstep/base/error.h"
@@ -22,7 +23,6 @@ namespace {
 constexpr std::chrono::seconds kToEnd(5);
 constexpr std::chrono::milliseconds kBetweenLooks(200);
 
-std::string key_of_end(int server) { return text("end of ps ", server); }
 std::string key_of_outcome(std::int64_t call) { return text("outcome ", call); }
 
 constexpr std::size_t kLongestStored = 1 << 20;  // bytes of the store's values
@@ -148,7 +148,8 @@ ServerCluster::~ServerCluster() {
       coordinator_->wait_for_leaving("", Deadline::after(kToEnd));
     }
     const bool failed = !chief_failed_ && std::uncaught_exceptions() > exceptions_;
-    if (roles_.mine == Role::ps && !failed) store_.set(key_of_end(roles_.index), "reached", deadline);
+    const auto self = key_of(roles_.mine, roles_.index);
+    if (roles_.mine == Role::ps && !failed) store_.set(cluster::key_of_end(self), "reached", deadline);
     while (roles_.mine == Role::ps && !failed) {
       if (chief_->outcome(ChiefConnection::kProgram, reconnect_deadline())) break;
     }
@@ -161,9 +162,10 @@ ServerCluster::~ServerCluster() {
 // Until all have reached the end of their programs, or have gone: what one computes may need the others.
 void ServerCluster::wait_for_servers(Deadline deadline) const {
   for (int server = 0; server < roles_.servers; ++server) {
-    while (coordinator_->is_present(key_of(Role::ps, server)) && !deadline.passed()) {
+    const auto name = key_of(Role::ps, server);
+    while (coordinator_->is_present(name) && !deadline.passed()) {
       try {
-        store_.get(key_of_end(server), Deadline::after(kBetweenLooks));
+        store_.get(cluster::key_of_end(name), Deadline::after(kBetweenLooks));
         break;
       } catch (const DeadlineExceeded&) {  // not yet
       }

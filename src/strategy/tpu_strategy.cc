@@ -4,7 +4,6 @@
 #include <cstdlib>
 
 #include "base/text.h"
-#include "cluster/fail_waiters.h"
 #include "lockstep/base/device_error.h"
 #include "strategy/strategy_impl.h"
 
@@ -38,7 +37,7 @@ void telling_others(const Job& job, const Act& act) {
   } catch (const std::exception& error) {
     const auto& world = job.world();
     const auto reason = text("rank ", world.rank, " on ", world.host, ": ", error.what());
-    cluster::fail_waiters(store_of(job), "", reason, Deadline::after(kToTell));
+    store_of(job).fail_waiters("", reason, Deadline::after(kToTell));
     job.fail_waiters(reason);
     throw;
   }

@@ -10,8 +10,10 @@
 
 namespace lockstep {
 
-namespace elastic {
+namespace cluster {
 class ConnectedStores;
+}
+namespace elastic {
 class Registry;
 struct Change;
 struct Members;
@@ -87,7 +89,7 @@ class Job {
   // Return the members, and the stores in which they write who is one.
   const elastic::Members& members() const;
   std::shared_ptr<elastic::Registry> registry() const;
-  std::shared_ptr<elastic::ConnectedStores> stores() const;
+  std::shared_ptr<cluster::ConnectedStores> stores() const;
 
  private:
   struct State;
