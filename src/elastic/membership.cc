@@ -113,9 +113,9 @@ void JobMembership::take_place() {
   place_.reset();
 }
 
-void JobMembership::regroup(Change change, double timeout_seconds) {
+void JobMembership::regroup(Change change, Deadline deadline) {
   change.row_size = row_size_;
-  job_ = job_.regroup(change, Deadline::after(std::chrono::duration<double>(timeout_seconds)));
+  job_ = job_.regroup(change, deadline);
 }
 
 std::unique_ptr<OpenTraining> JobMembership::open(std::int64_t number, const std::string& description) {

@@ -115,9 +115,9 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
   }
 }
 
-void MeshParallelism::regroup(double timeout_seconds) const {
-  mesh_.regroup(timeout_seconds);
-  const auto deadline = Deadline::after(std::chrono::duration<double>(timeout_seconds));
+void MeshParallelism::regroup(double regroup_seconds) const {
+  mesh_.regroup(regroup_seconds);
+  const auto deadline = Deadline::after(std::chrono::duration<double>(regroup_seconds));
   const auto regroup = [&](const Communicator& product, const std::vector<std::string>& some) {
     const auto axes = existing(mesh_, some);
     if (axes.size() > 1) product.regroup(group_along(mesh_, axes, deadline));

@@ -23,7 +23,7 @@ class MeshParallelism final : public strategy::ModelParallelism {
 
   const Topology& topology() const override { return topology_; }
   std::string describe() const override;
-  void regroup(double timeout_seconds) const override;
+  void regroup(double regroup_seconds) const override;
 
   // Splits a model that is one module. Throws InvalidArgument where models are cut into stages.
   gradient::SplitModule split(torch::nn::Module& module) const override;

@@ -119,7 +119,10 @@ StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions&
       .devices = {options.device.empty() ? strategy::default_devices(partition).at(0) : options.device},
       .threads_per_replica = options.threads_per_replica,
       .partition = partition,
-      .timeout_seconds = mesh.ranks().timeout_seconds()};
+      .timeouts = {.start = mesh.options().group.timeout_seconds,
+                   .step = mesh.ranks().timeout_seconds(),
+                   .regroup = options.elastic.value_or(ElasticOptions()).regroup_seconds,
+                   .lost_host = mesh.options().group.lost_host_seconds}};
   auto& workers = settings.workers.emplace();
   workers.group = mesh.options().group;
   workers.buckets.bucket_bytes = bytes;

@@ -24,8 +24,8 @@ class ModelParallelism {
   virtual std::string describe() const = 0;
 
   // Replaces the topology's Groups after workers of an elastic strategy were lost. Collective over the members of the
-  // next generation; throws what elastic::Membership::group throws.
-  virtual void regroup(double timeout_seconds) const = 0;
+  // next generation, which wait so long for each other; throws what elastic::Membership::group throws.
+  virtual void regroup(double regroup_seconds) const = 0;
 
   // Keeps this worker's part of a module, which all have made. Collective over the workers.
   virtual gradient::SplitModule split(torch::nn::Module& module) const = 0;

@@ -36,8 +36,8 @@ strategy::StrategySettings checked(strategy::StrategySettings settings) {
     throw InvalidArgument(text("threads_per_replica is ", settings.threads_per_replica,
                                "; it must be from 0 (a share of the cores) to ", kMostThreads));
   }
-  if (!(settings.timeout_seconds > 0)) {
-    throw InvalidArgument(text("timeout_seconds is ", settings.timeout_seconds, "; it must be above 0"));
+  if (!(settings.timeouts.step > 0)) {
+    throw InvalidArgument(text("timeout_seconds is ", settings.timeouts.step, "; it must be above 0"));
   }
   if (settings.threads_per_replica == 0) {
     settings.threads_per_replica =
@@ -45,6 +45,8 @@ strategy::StrategySettings checked(strategy::StrategySettings settings) {
   }
   if (settings.workers) {
     const auto computing = settings.threads_per_replica * static_cast<int>(settings.devices.size());
+    settings.workers->group.timeout_seconds = settings.timeouts.start;
+    settings.workers->group.lost_host_seconds = settings.timeouts.lost_host;
     settings.workers->buckets.idle_cores = computing < settings.partition.usable_cpu_count();
   }
   return settings;
@@ -77,7 +79,7 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   all_groups_.resize(settings_.devices.size());
   if (!settings_.workers) return;
   if (parallelism() == nullptr)
-    topology_.train_with({membership()->group(settings_.workers->group), settings_.timeout_seconds, "worker"});
+    topology_.train_with({membership()->group(settings_.workers->group), settings_.timeouts.step, "worker"});
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
   topology_.all.check_all_agree("strategies", describe());
   seed_ = std::stoull(topology_.all.broadcast(std::to_string(seed_)));
@@ -190,7 +192,7 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
   parameters->update_trainable();
   const std::shared_ptr<parameter_server::Client> client = servers()->make_model(
       {.variables = strategy::variables_of(*parameters), .tables = strategy::tables_of(*parameters)}, optimizer);
-  options.remote = std::make_shared<strategy::ServerValues>(*parameters, client, settings_.timeout_seconds);
+  options.remote = std::make_shared<strategy::ServerValues>(*parameters, client, settings_.timeouts.step);
   auto path = std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
   if (servers()->is_chief() && !servers()->was_trained(*client)) path->remote()->store(deadline());
   return path;
@@ -260,7 +262,7 @@ void StrategyImpl::on_threads(const Function& function) {
 }
 
 void StrategyImpl::regroup(const elastic::Change& change) {
-  membership()->regroup(change, settings_.workers->elastic->regroup_seconds);
+  membership()->regroup(change, Deadline::after(std::chrono::duration<double>(settings_.timeouts.regroup)));
   if (!change.leaves) take_group();
 }
 
@@ -271,7 +273,7 @@ void StrategyImpl::join() {
 
 void StrategyImpl::take_group() {
   auto options = settings_.workers->group;
-  options.timeout_seconds = settings_.workers->elastic->regroup_seconds;
+  options.timeout_seconds = settings_.timeouts.regroup;
   if (parallelism() != nullptr)
     parallelism()->regroup(options.timeout_seconds);
   else

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/hash.h"
+#include "base/timeouts.h"
 #include "collective/refused_by_all.h"
 #include "collective/topology.h"
 #include "elastic/membership.h"
@@ -34,7 +35,7 @@ std::shared_ptr<ReplicatedParameters> replicate_modules(StrategyImpl& strategy, 
 // This process, as a worker among those that train together.
 struct WorkerSettings {
   std::shared_ptr<elastic::Membership> membership;  // null: on a mesh that was made of a Communicator
-  GroupOptions group;
+  GroupOptions group;                               // but for how long is waited, which the settings' Timeouts say
   gradient::BucketOptions buckets;
   bool shard_optimizer_state = false;
   std::optional<ElasticOptions> elastic = {};
@@ -50,7 +51,7 @@ struct StrategySettings {
   gradient::Placement placement = gradient::Placement::mirrored;
   gradient::Exchange exchange = gradient::Exchange::one_pass;
   int root = 0;  // the replica that updates for all, with Exchange::reduction_to_one_device
-  double timeout_seconds = kDefaultTimeoutSeconds;
+  Timeouts timeouts = {};
   std::optional<WorkerBatch> worker_batch = {};
   std::optional<WorkerSettings> workers = {};                     // none: this process is alone
   std::shared_ptr<const ModelParallelism> parallelism = {};       // null: each worker has whole models
@@ -163,7 +164,7 @@ class StrategyImpl {
   // one that waits for other workers hears from it which of them is late.
   Deadline deadline() const {
     constexpr double kForOtherWorkers = 2;
-    const double seconds = settings_.timeout_seconds + (topology_.all.size() > 1 ? kForOtherWorkers : 0);
+    const double seconds = settings_.timeouts.step + (topology_.all.size() > 1 ? kForOtherWorkers : 0);
     return Deadline::after(std::chrono::duration<double>(seconds));
   }
 

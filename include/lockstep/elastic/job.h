@@ -19,9 +19,6 @@ struct Change;
 struct Members;
 }  // namespace elastic
 
-// How long a process waits until all processes of its job have come.
-inline constexpr double kStartTimeoutSeconds = 300;
-
 // Makes Groups from what a launcher set up. Strategies, DistributedDataParallel, Horovod and Estimator all use it.
 //
 //   const auto job = lockstep::Job::from_environment();
