@@ -91,11 +91,11 @@ class EngineWithAnswers final : public ServiceEngine {
 Strategy strategy_with(const ServiceEngine& engine, const ParameterServerOptions& options) {
   const auto cluster = std::make_shared<parameter_server::ServerCluster>(
       parameter_server::with_roles(*options.cluster, options.num_ps, options.evaluator),
-      parameter_server::ServerClusterOptions{.start_timeout_seconds = options.start_timeout_seconds}, engine);
+      parameter_server::ServerClusterOptions{.start_seconds = options.start_timeout_seconds}, engine);
   return Strategy(std::make_shared<StrategyImpl>(
       strategy::StrategySettings{.devices = options.devices,
                                  .threads_per_replica = options.threads_per_replica,
-                                 .timeout_seconds = options.timeout_seconds,
+                                 .timeouts = {.step = options.timeout_seconds},
                                  .kind = std::make_shared<servers::Servers>(
                                      cluster, cluster->agree_on_replicas(static_cast<int>(options.devices.size())))}));
 }

@@ -59,7 +59,8 @@ class Job {
         try {
           auto of_worker = settings;
           of_worker.membership = membership_of(worker);
-          strategy::StrategySettings all{.devices = {"cpu:0"}, .threads_per_replica = 1, .timeout_seconds = kSeconds};
+          strategy::StrategySettings all{
+              .devices = {"cpu:0"}, .threads_per_replica = 1, .timeouts = {.step = kSeconds}};
           all.workers = std::move(of_worker);
           body(worker, Strategy(std::make_shared<StrategyImpl>(std::move(all))));
         } catch (const Lost&) {
@@ -338,7 +339,7 @@ class Job::OfWorker final : public elastic::Membership {
     job_.come_to_place(worker_);
   }
 
-  void regroup(elastic::Change change, double) override {
+  void regroup(elastic::Change change, Deadline) override {
     job_.come_to_place(worker_);
     {
       std::unique_lock lock(job_.mutex_);

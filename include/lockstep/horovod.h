@@ -52,10 +52,10 @@ class Optimizer;
 namespace lockstep::horovod {
 
 struct InitOptions {
-  GroupOptions group = {};              // its timeout_seconds: for the others to come
-  double timeout_seconds = 1800;        // of each operation
-  double regroup_seconds = 60;          // of elastic jobs: how long ranks that remain wait for each other
-  std::optional<Cluster> cluster = {};  // instead of what the launcher left in the environment
+  GroupOptions group = {};                          // its timeout_seconds: until all ranks have come
+  double timeout_seconds = kDefaultTimeoutSeconds;  // how long an operation waits for the other ranks
+  double regroup_seconds = 60;                      // of elastic jobs: how long ranks that remain wait for each other
+  std::optional<Cluster> cluster = {};              // instead of what the launcher left in the environment
 };
 
 // Finds the other ranks, and keeps this process and LibTorch's threads to its share of the host's cores, unless its

@@ -12,7 +12,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kLongestItem = 1 << 20;
+constexpr std::size_t kLongestItem = 1 << 20, kLongestReason = 1 << 16;
 // Extra time after a call's deadline in which the store may say which keys are missing.
 constexpr std::chrono::seconds kExtraForReason(1);
 
@@ -61,8 +61,11 @@ std::shared_ptr<void> Store::set_at_end(const std::string& key, const std::strin
 
 void Store::fail_waiters(const std::string& prefix, const std::string& reason, Deadline deadline,
                          const std::string& suffix) const {
-  check_length(reason);
-  backend_->fail_waiters(whole(prefix), suffix, reason, deadline);
+  const auto key = whole(prefix);
+  try {
+    backend_->fail_waiters(key, suffix, reason.substr(0, kLongestReason), deadline);
+  } catch (const Error&) {  // nobody waits there
+  }
 }
 
 std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadline deadline) const {

@@ -58,11 +58,7 @@ std::vector<std::string> StoreBootstrap::all_gather(const std::string& mine, Dea
 std::string StoreBootstrap::group(std::int64_t number) const { return text(generation_, "group ", number, "/"); }
 
 void StoreBootstrap::give_up(const std::string& reason) const {
-  try {
-    store_.fail_waiters(group_, text("rank ", rank(), ": ", reason), for_last_words());
-  } catch (const Error&) {
-    // The other ranks have deadlines of their own.
-  }
+  store_.fail_waiters(group_, text("rank ", rank(), ": ", reason), for_last_words());
 }
 
 // Ranks that wait for the first group get the error. Ranks that already have that group go on.

@@ -16,7 +16,7 @@ std::vector<std::string> failures_in(const std::string& entry) {
   return cluster::unpack(entry).value_or(std::vector<std::string>());
 }
 
-void append(Stores& stores, const std::string& store, const std::string& key, const std::string& name,
+void append(cluster::Stores& stores, const std::string& store, const std::string& key, const std::string& name,
             const std::string& reason) {
   for (std::string before;;) {
     auto failures = failures_in(before);
@@ -50,7 +50,7 @@ std::string describe(const std::exception& error, const Members& members) {
   return error.what() + launchers_ranks(members, ranks);
 }
 
-void tell_failure(Stores& stores, const Members& members, std::int64_t section, const std::exception& error) {
+void tell_failure(cluster::Stores& stores, const Members& members, std::int64_t section, const std::exception& error) {
   const int rank = members.world.rank;
   const auto reason =
       text("worker ", rank, launchers_ranks(members, {rank}), " on ", members.world.host, ": ", error.what());

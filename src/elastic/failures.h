@@ -5,9 +5,9 @@
 #include <exception>
 #include <string>
 
+#include "cluster/stores.h"
 #include "elastic/members.h"
 #include "elastic/registry.h"
-#include "elastic/stores.h"
 
 namespace lockstep::elastic {
 
@@ -22,7 +22,7 @@ bool is_of_program(const std::exception& error);
 std::string describe(const std::exception& error, const Members& members);
 
 // Tells the others why this member failed. Call it before they can notice the failure in the section. Does not throw.
-void tell_failure(Stores& stores, const Members& members, std::int64_t section, const std::exception& error);
+void tell_failure(cluster::Stores& stores, const Members& members, std::int64_t section, const std::exception& error);
 
 // Throws Error with the reasons of both where two members, as this one's host knows, have failed in the section.
 void require_fewer_than_two_failures(Registry& registry, std::int64_t section);

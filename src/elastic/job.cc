@@ -43,7 +43,7 @@ struct Job::State {
         prefix(prefix_of(number)),
         own_cores(has_own_cores),
         is_newcomer(has_come_later),
-        stores(std::make_shared<elastic::ConnectedStores>(here.prefixed(prefix + kOfMembers))),
+        stores(std::make_shared<cluster::ConnectedStores>(here.prefixed(prefix + kOfMembers))),
         store(found.prefixed(prefix)) {}
   // Makes a later generation of `before`.
   State(elastic::Members of, const State& before)
@@ -61,13 +61,13 @@ struct Job::State {
     if (!stores) return store.emplace(Store::hold("127.0.0.1:0"));
     const auto& first = members.processes[0];
     const auto deadline = Deadline::after(kToFindStore);
-    elastic::Registry registry(stores, members);
+    cluster::Liveness liveness(stores);
     while (true) {
       try {
         return store.emplace(stores->at(first.store).without_prefix().prefixed(prefix));
       } catch (const Error& error) {
         if (members.world.rank == 0) throw;
-        if (registry.has_gone(first) || deadline.passed()) {
+        if (cluster::Liveness::is_loss(liveness.look(first)) || deadline.passed()) {
           throw PeerLost(0, members.world.generation, text("its host's store does not answer (", error.what(), ")"));
         }
       }
@@ -78,7 +78,7 @@ struct Job::State {
   const elastic::Members members;
   const std::string prefix;  // of this Job's keys
   const bool own_cores, is_newcomer;
-  const std::shared_ptr<elastic::ConnectedStores> stores;  // null where this process is alone
+  const std::shared_ptr<cluster::ConnectedStores> stores;  // null where this process is alone
   Mutex mutex;
   std::optional<Store> store LOCKSTEP_GUARDED_BY(mutex);
 };
@@ -149,7 +149,7 @@ Job Job::joined(const elastic::Members& members) const {
 
 const World& Job::world() const { return state_->members.world; }
 const elastic::Members& Job::members() const { return state_->members; }
-std::shared_ptr<elastic::ConnectedStores> Job::stores() const { return state_->stores; }
+std::shared_ptr<cluster::ConnectedStores> Job::stores() const { return state_->stores; }
 std::shared_ptr<elastic::Registry> Job::registry() const {
   return std::make_shared<elastic::Registry>(state_->stores, members());
 }
@@ -185,7 +185,7 @@ Job Job::regroup(const std::vector<int>& lost, Deadline deadline) const {
 
 Job Job::regroup(const elastic::Change& change, Deadline deadline) const {
   if (!state_->stores) {  // this process is alone
-    const auto stores = std::make_shared<elastic::ConnectedStores>(state_->keys().prefixed(kOfMembers));
+    const auto stores = std::make_shared<cluster::ConnectedStores>(state_->keys().prefixed(kOfMembers));
     const auto alone = elastic::first_members(world(), stores->here().address());
     elastic::Registry registry(stores, alone);
     return Job(std::make_shared<State>(elastic::next_generation(alone, registry, change, deadline), *state_));

@@ -93,7 +93,7 @@ class TrainingOfJob final : public OpenTraining {
 }  // namespace
 
 JobMembership::JobMembership(Job job, int row_size, int part) : job_(std::move(job)), row_size_(row_size), part_(part) {
-  if (!is_newcomer()) presence_ = show_presence(job_.stores()->here(), members().self().name);
+  if (!is_newcomer()) presence_ = cluster::show_presence(job_.stores()->here(), members().self().name);
 }
 
 Group JobMembership::group(const GroupOptions& options) const {
@@ -113,9 +113,9 @@ void JobMembership::take_place() {
   place_.reset();
 }
 
-void JobMembership::regroup(Change change, double timeout_seconds) {
+void JobMembership::regroup(Change change, Deadline deadline) {
   change.row_size = row_size_;
-  job_ = job_.regroup(change, Deadline::after(std::chrono::duration<double>(timeout_seconds)));
+  job_ = job_.regroup(change, deadline);
 }
 
 std::unique_ptr<OpenTraining> JobMembership::open(std::int64_t number, const std::string& description) {
@@ -123,7 +123,9 @@ std::unique_ptr<OpenTraining> JobMembership::open(std::int64_t number, const std
 }
 
 std::function<std::optional<int>()> JobMembership::watch_for_losses() const {
-  return [members = members(), registry = job_.registry()] { return first_gone(members, *registry); };
+  return [members = members(), liveness = std::make_shared<cluster::Liveness>(job_.stores())] {
+    return first_lost(members, *liveness);
+  };
 }
 
 void JobMembership::tell_failure(std::int64_t section, const std::exception& error) const {

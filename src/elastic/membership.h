@@ -64,7 +64,7 @@ class Membership {
   virtual void take_place() = 0;
 
   // Makes the next generation of the job. Collective; throws what Job::regroup throws.
-  virtual void regroup(Change change, double timeout_seconds) = 0;
+  virtual void regroup(Change change, Deadline deadline) = 0;
 
   // Opens training number `number` of the job.
   virtual std::unique_ptr<OpenTraining> open(std::int64_t number, const std::string& description) = 0;
@@ -102,7 +102,7 @@ class JobMembership final : public Membership {
   bool wait_for_place(std::int64_t training, const std::string& description, Deadline deadline,
                       const std::function<void()>& poll) override;
   void take_place() override;
-  void regroup(Change change, double timeout_seconds) override;
+  void regroup(Change change, Deadline deadline) override;
   std::unique_ptr<OpenTraining> open(std::int64_t number, const std::string& description) override;
   std::function<std::optional<int>()> watch_for_losses() const override;
   void tell_failure(std::int64_t section, const std::exception& error) const override;

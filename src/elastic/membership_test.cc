@@ -34,7 +34,7 @@ TEST(Membership, OneThatComesIsSeenAndBecomesAMember) {
     change.newcomers = training->newcomers();
   ASSERT_EQ(change.newcomers.size(), 1U);
   EXPECT_TRUE(training->newcomers_wait());
-  member.regroup(change, kSeconds);
+  member.regroup(change, soon());
   training->on_change();
   EXPECT_FALSE(training->newcomers_wait());
   EXPECT_EQ(member.world().size, 2);

@@ -16,6 +16,8 @@
 namespace lockstep::elastic {
 namespace {
 
+using Sign = cluster::Liveness::Sign;
+
 // The store of a process's own host gets longer: its launcher may be slow, and must learn whom it may not end.
 constexpr std::chrono::seconds kForAnswer(1), kForOwnAnswer(5), kBetweenSlowPolls(1);
 constexpr std::chrono::milliseconds kBetweenFastPolls(200);
@@ -81,7 +83,7 @@ void replace_earlier(const Store& store, const char* key, const std::string& pri
 }
 
 // Returns the latest members that a host of the job has an entry of.
-std::optional<Members> latest_members(ConnectedStores& job, const World& self) {
+std::optional<Members> latest_members(cluster::ConnectedStores& job, const World& self) {
   const auto read = [&](const std::string& store) -> std::optional<Members> {
     try {
       const auto printed = job.compare_set(store, kMembers, "", "");
@@ -137,30 +139,24 @@ int part_of_fewest(const std::vector<Claim>& claims, int row_size) {
 
 }  // namespace
 
-ClaimedPart::ClaimedPart(ConnectedStores& stores, const World& self, int row_size)
-    : name_(new_name()), presence_(show_presence(stores.here(), name_)) {
-  const auto members = latest_members(stores, self);
+ClaimedPart::ClaimedPart(const std::shared_ptr<cluster::ConnectedStores>& stores, const World& self, int row_size)
+    : name_(new_name()), presence_(cluster::show_presence(stores->here(), name_)) {
+  const auto members = latest_members(*stores, self);
   if (!members) throw ClusterError(kNoJob);
   const auto& store = members->processes[0].store;
-  const auto has_ended = [&](const Claim& claim) {
-    try {
-      return !stores.compare_set(claim.store, key_of_end(claim.name), "", "").empty();
-    } catch (const Error&) {  // that host is lost
-      return true;
-    }
-  };
-  for (auto before = stores.compare_set(store, kClaims, "", "");;) {
+  cluster::Liveness liveness(stores);
+  for (auto before = stores->compare_set(store, kClaims, "", "");;) {
     auto claims = claims_in(before);
-    std::erase_if(claims, has_ended);
+    std::erase_if(claims, [&](const Claim& claim) { return liveness.look(claim) != Sign::lives; });
     part_ = part_of_fewest(claims, row_size);
-    claims.push_back({name_, stores.here().address(), part_});
-    const auto after = print(claims), kept = stores.compare_set(store, kClaims, before, after);
+    claims.push_back({name_, stores->here().address(), part_});
+    const auto after = print(claims), kept = stores->compare_set(store, kClaims, before, after);
     if (kept == after) return;
     before = kept;
   }
 }
 
-void publish(const Members& members, ConnectedStores& stores) {
+void publish(const Members& members, cluster::ConnectedStores& stores) {
   const auto printed = print(members), printed_places = print_places(members);
   const auto generation = members.world.generation;
   stores.for_each(members.stores.size(), [&](std::size_t i) {
@@ -186,14 +182,15 @@ void publish(const Members& members, ConnectedStores& stores) {
   });
 }
 
-Candidate::Candidate(std::shared_ptr<ConnectedStores> stores, const World& self, std::int64_t training,
+Candidate::Candidate(std::shared_ptr<cluster::ConnectedStores> stores, const World& self, std::int64_t training,
                      const std::string& description, int part)
     : stores_(std::move(stores)),
       self_(self),
       training_(training),
       process_{.name = new_name(), .host = self.host, .store = stores_->here().address(), .part = part},
       entry_(Entry{process_, training, description}.print()),
-      presence_(show_presence(stores_->here(), process_.name)) {
+      presence_(cluster::show_presence(stores_->here(), process_.name)),
+      liveness_(stores_) {
   const auto found = latest_members(*stores_, self_);
   if (!found) throw ClusterError(kNoJob);
   enter(found->stores);
@@ -257,10 +254,7 @@ bool Candidate::training_has_ended() {
     return true;
   }
   for (const auto& process : latest->processes) {
-    try {
-      if (stores_->compare_set(process.store, key_of_end(process.name), "", "").empty()) return false;
-    } catch (const Error&) {  // that host is lost
-    }
+    if (liveness_.look(process) == Sign::lives) return false;
   }
   tell_refusal(cluster::kNobodyIsLeft);
   throw ClusterError("all workers of the job that this process was to join have ended");
@@ -268,6 +262,7 @@ bool Candidate::training_has_ended() {
 
 Watch::Watch(std::shared_ptr<Registry> registry, std::int64_t training, const std::string& description, int row_size)
     : registry_(std::move(registry)),
+      liveness_(registry_->stores()),
       training_(training),
       description_(description),
       row_size_(row_size),
@@ -314,12 +309,13 @@ bool Watch::was_answered(const Process& newcomer) const {
 
 std::vector<Process> Watch::waiting() {
   MutexLock lock(mutex_);
-  const auto has_ended = [&](const Process& one) {
-    return !registry_->read_at(one.store, key_of_end(one.name)).empty();
-  };
-  std::erase_if(seen_, [&](const Process& one) { return was_answered(one) || has_ended(one); });
-  auto there = seen_;  // without those whose host is silent, perhaps for a while
-  std::erase_if(there, [&](const Process& one) { return registry_->has_gone(one); });
+  std::vector<Process> wait, there;  // `there`: without those whose host is silent, perhaps for a while
+  for (const auto& one : seen_) {
+    const auto sign = was_answered(one) ? Sign::ended : liveness_.look(one);
+    if (sign != Sign::ended) wait.push_back(one);
+    if (!cluster::Liveness::is_loss(sign)) there.push_back(one);
+  }
+  seen_ = std::move(wait);
   there = whole_rows(there, row_size_);
   any_ = !there.empty();
   return there;
@@ -332,7 +328,7 @@ void Watch::forget_invited() {
   }
 }
 
-void Watch::tell_end(ConnectedStores& stores, std::int64_t training, const Members& members) {
+void Watch::tell_end(cluster::ConnectedStores& stores, std::int64_t training, const Members& members) {
   std::string names;
   for (const auto& process : members.processes) names += process.name + "\n";
   for (const auto& address : members.stores) {

@@ -21,7 +21,7 @@ namespace lockstep::elastic {
 class ClaimedPart {
  public:
   // Claims a part for a process on `self`'s host. Throws ClusterError where no host of the job answers.
-  ClaimedPart(ConnectedStores& stores, const World& self, int row_size);
+  ClaimedPart(const std::shared_ptr<cluster::ConnectedStores>& stores, const World& self, int row_size);
 
   int part() const { return part_; }
 
@@ -35,7 +35,7 @@ class ClaimedPart {
 class Candidate {
  public:
   // `description`: lines that must be the same for all members. Throws ClusterError where no host of the job answers.
-  Candidate(std::shared_ptr<ConnectedStores> stores, const World& self, std::int64_t training,
+  Candidate(std::shared_ptr<cluster::ConnectedStores> stores, const World& self, std::int64_t training,
             const std::string& description, int part = 0);
 
   // Returns an object that shows the others, while it lives, that this process does.
@@ -52,19 +52,20 @@ class Candidate {
   void tell_refusal(const char* why) const;
   bool training_has_ended();
 
-  const std::shared_ptr<ConnectedStores> stores_;
+  const std::shared_ptr<cluster::ConnectedStores> stores_;
   const World self_;
   const std::int64_t training_;
   const Process process_;
   const std::string entry_;
   const std::shared_ptr<void> presence_;
+  cluster::Liveness liveness_;
   std::set<std::string> entered_;  // the stores that have the entry
   int unanswered_ = 0;             // polls in a row that no host answered
 };
 
 // Tells newcomers and launchers who is a member now: in the store of this member's host, and from rank 0 also in the
 // stores of hosts without members. Does not throw.
-void publish(const Members& members, ConnectedStores& stores);
+void publish(const Members& members, cluster::ConnectedStores& stores);
 
 // A member's view of a training's newcomers, as its host's store lists them. Refuses newcomers that do not fit.
 class Watch {
@@ -82,7 +83,7 @@ class Watch {
 
   // Tells newcomers, now and later, that the training has ended; and the launchers, which members it had then. Does not
   // throw.
-  static void tell_end(ConnectedStores& stores, std::int64_t training, const Members& members);
+  static void tell_end(cluster::ConnectedStores& stores, std::int64_t training, const Members& members);
 
  private:
   void watch(const std::stop_token& stop);
@@ -90,6 +91,7 @@ class Watch {
   bool was_answered(const Process& newcomer) const;
 
   const std::shared_ptr<Registry> registry_;
+  cluster::Liveness liveness_;
   const std::int64_t training_;
   const std::string description_;
   const int row_size_;

@@ -29,10 +29,10 @@ class Newcomers : public testing::Test {
   Newcomers() { publish(members_, *stores_); }
 
   const Store store_ = Store::hold("127.0.0.1:0");
-  const std::shared_ptr<ConnectedStores> stores_ = std::make_shared<ConnectedStores>(store_);
+  const std::shared_ptr<cluster::ConnectedStores> stores_ = std::make_shared<cluster::ConnectedStores>(store_);
   const Members members_ = first_members({.host = "a"}, store_.address());
   const std::shared_ptr<Registry> registry_ = std::make_shared<Registry>(stores_, members_);
-  std::shared_ptr<void> member_ = show_presence(store_, name_of_process(0));
+  std::shared_ptr<void> member_ = cluster::show_presence(store_, name_of_process(0));
 };
 
 TEST_F(Newcomers, AreSeenTakenInAndForgotten) {

@@ -36,6 +36,7 @@ class Entries {
   Entries(const Members& now, Registry& registry, Deadline deadline)
       : now_(now),
         registry_(registry),
+        liveness_(registry.stores()),
         deadline_(deadline),
         prefix_(text("members of generation ", now.world.generation + 1, "/")) {
     for (int r = 0; r < now.world.size; ++r) keys_.push_back(text(prefix_, "rank ", r));
@@ -49,7 +50,8 @@ class Entries {
     return parse(registry_.enter(prefix_ + "newcomers", print(newcomers), Deadline::after(kToEnter)));
   }
 
-  // Returns every rank's entry. Enters as lost the ranks without one that have gone, or when the deadline has passed.
+  // Returns every rank's entry. Enters as lost the ranks without one: those whose processes are lost, and all once the
+  // deadline has passed.
   std::vector<std::string> complete() {
     for (int unanswered = 0;;) {
       std::vector<int> missing;
@@ -62,9 +64,9 @@ class Entries {
       }
       std::vector<Process> processes;
       for (const int rank : missing) processes.push_back(now_.processes[static_cast<std::size_t>(rank)]);
-      const auto gone = registry_.have_gone(processes);
+      const auto signs = liveness_.look(processes);
       for (std::size_t i = 0; i < missing.size(); ++i) {
-        if (gone[i] != 0 || registry_.passed(deadline_)) enter(missing[i], kLost);
+        if (cluster::Liveness::is_loss(signs[i]) || registry_.passed(deadline_)) enter(missing[i], kLost);
       }
     }
   }
@@ -72,6 +74,7 @@ class Entries {
  private:
   const Members& now_;
   Registry& registry_;
+  cluster::Liveness liveness_;
   const Deadline deadline_;
   const std::string prefix_;
   std::vector<std::string> keys_;
@@ -109,11 +112,12 @@ std::optional<std::vector<int>> lost_in(const std::exception& error, std::int64_
   return dynamic_cast<const Aborted*>(&error) != nullptr ? std::optional(Ranks()) : std::nullopt;
 }
 
-std::optional<int> first_gone(const Members& members, Registry& registry) {
-  auto gone = registry.have_gone(members.processes);
-  gone[static_cast<std::size_t>(members.world.rank)] = 0;
-  const auto first = std::find(gone.begin(), gone.end(), 1);
-  return first == gone.end() ? std::nullopt : std::optional(static_cast<int>(first - gone.begin()));
+std::optional<int> first_lost(const Members& members, cluster::Liveness& liveness) {
+  const auto signs = liveness.look(members.processes);
+  for (int rank = 0; rank < members.world.size; ++rank) {
+    if (rank != members.world.rank && cluster::Liveness::is_loss(signs[static_cast<std::size_t>(rank)])) return rank;
+  }
+  return std::nullopt;
 }
 
 Members next_generation(const Members& now, Registry& registry, const Change& change, Deadline deadline) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cluster/liveness.h"
 #include "elastic/members.h"
 #include "elastic/registry.h"
 
@@ -36,8 +37,8 @@ Members next_generation(const Members& now, Registry& registry, const Change& ch
 // DeadlineExceeded with ranks, Aborted); others may know more. Returns none for other exceptions.
 std::optional<std::vector<int>> lost_in(const std::exception& error, std::int64_t generation);
 
-// Returns the first rank, but this one's, whose process has gone.
-std::optional<int> first_gone(const Members& members, Registry& registry);
+// Returns the first rank, but this one's, whose process is lost.
+std::optional<int> first_lost(const Members& members, cluster::Liveness& liveness);
 
 // Return the key, in a newcomer's host's store, of its place among the members; and the place that the entry gives,
 // with the host and address of `self`. The second throws ClusterError where the newcomer was refused.

@@ -28,7 +28,7 @@ Members members_of(int rank, const Store& store) {
   return first_members(world_of(rank), {"a", "a", "b", "b"}, std::vector<std::string>(4, store.address()));
 }
 Registry registry_of(int rank, const Store& store) {
-  return Registry(std::make_shared<ConnectedStores>(store), members_of(rank, store));
+  return Registry(std::make_shared<cluster::ConnectedStores>(store), members_of(rank, store));
 }
 
 World regroup(int rank, const Store& store, const Change& change, double seconds = 5) {
@@ -81,7 +81,7 @@ TEST(NextGeneration, WhoDoesNotComeByTheDeadlineIsLeftOutAndTold) {
 TEST(NextGeneration, NobodyWaitsForAProcessThatHasGone) {
   const auto begin = within_seconds(0);
   const auto store = Store::hold("127.0.0.1:0");
-  show_presence(store, name_of_process(1));  // for no longer than this line
+  cluster::show_presence(store, name_of_process(1));  // for no longer than this line
   const auto found = found_by(store, {0, 2, 3}, {}, 30);
   EXPECT_LT(begin.waited().count(), 20);
   ASSERT_EQ(found.size(), 3U);

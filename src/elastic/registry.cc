@@ -5,16 +5,13 @@
 #include <sstream>
 #include <tuple>
 
+#include "base/mutex.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::elastic {
 namespace {
 
-// A host counts as gone when it has not answered for so many seconds, in so many calls in a row.
-constexpr double kToFallSilent = 2;
-constexpr int kFewestLooks = 3;
-constexpr std::chrono::seconds kToRead(5);
 constexpr int kMostBallots = 500, kMostDoublings = 5;
 constexpr double kShortestPause = 0.01;  // seconds, at the most
 
@@ -46,7 +43,7 @@ struct Registry::Vote {
   Accepted accepted;
 };
 
-Registry::Registry(std::shared_ptr<Stores> stores, const Members& members)
+Registry::Registry(std::shared_ptr<cluster::Stores> stores, const Members& members)
     : stores_(std::move(stores)),
       name_(members.self().name),
       here_(members.self().store),
@@ -174,37 +171,6 @@ void Registry::tell(const std::string& store, const std::string& key, const std:
     stores_->compare_set(store, key, "", value);
   } catch (const Error&) {
   }
-}
-
-std::vector<char> Registry::have_gone(const std::vector<Process>& processes) {
-  std::vector<char> gone(processes.size());
-  std::vector<std::string> stores;
-  for (const auto& process : processes) add_store(stores, process.store);
-  stores_->for_each(stores.size(), [&](std::size_t store) {
-    for (std::size_t i = 0; i < processes.size(); ++i) {
-      if (processes[i].store == stores[store]) gone[i] = has_ended_or_is_silent(processes[i]) ? 1 : 0;
-    }
-  });
-  return gone;
-}
-
-bool Registry::has_ended_or_is_silent(const Process& process) {
-  try {
-    const auto end = stores_->compare_set(process.store, key_of_end(process.name), "", "");
-    MutexLock lock(mutex_);
-    silences_.erase(process.store);
-    return !end.empty();
-  } catch (const Error&) {
-    MutexLock lock(mutex_);
-    auto& silence = silences_.try_emplace(process.store, Silence{stores_->now()}).first->second;
-    return ++silence.looks >= kFewestLooks && stores_->now() - silence.since >= kToFallSilent;
-  }
-}
-
-std::string key_of_end(const std::string& name) { return "end of " + name; }
-
-std::shared_ptr<void> show_presence(const Store& store, const std::string& name) {
-  return store.set_at_end(key_of_end(name), "reached", Deadline::after(kToRead));
 }
 
 }  // namespace lockstep::elastic

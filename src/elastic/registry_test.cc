@@ -28,7 +28,7 @@ class Registries : public testing::Test {
     for (int rank = 0; rank < hosts; ++rank) {
       const auto members = first_members({.rank = rank, .size = hosts}, names, addresses);
       of_rank_.push_back(std::make_unique<Registry>(
-          std::make_shared<ConnectedStores>(*stores_[static_cast<std::size_t>(rank)]), members));
+          std::make_shared<cluster::ConnectedStores>(*stores_[static_cast<std::size_t>(rank)]), members));
     }
   }
 

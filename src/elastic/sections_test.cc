@@ -218,8 +218,8 @@ class Worker final : public Member {
 
   // Throws where a member has gone. While a group is made, the others are known by their names alone.
   void throw_if_gone() {
-    Registry registry(stores_, members_);
-    if (const auto rank = first_gone(members_, registry)) {
+    cluster::Liveness liveness(stores_);
+    if (const auto rank = first_lost(members_, liveness)) {
       throw PeerLost(*rank, generation(), "its process ended");
     }
   }

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "base/text.h"
+#include "cluster/liveness.h"
 #include "elastic/next_generation.h"
 #include "elastic/rows.h"
 #include "elastic/simulation_testing.h"
-#include "elastic/stores.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::elastic::simulated {
@@ -75,7 +75,7 @@ struct Job {
     auto all = newcomers;
     std::erase_if(all, [&](const auto& one) {
       return entries_of(host()).contains(key_of_invitation(one.name)) ||
-             entries_of(std::stoi(one.store.substr(5))).contains(key_of_end(one.name));
+             entries_of(std::stoi(one.store.substr(5))).contains(cluster::key_of_end(one.name));
     });
     return whole_rows(all, row_size);
   }
@@ -84,7 +84,7 @@ struct Job {
   void tell_ends() {
     for (const auto& [process, name] : name_of) {
       if (!time.is_alive(process))
-        entries_of(host_of[static_cast<std::size_t>(process)]).try_emplace(key_of_end(name), "reached");
+        entries_of(host_of[static_cast<std::size_t>(process)]).try_emplace(cluster::key_of_end(name), "reached");
     }
   }
 
@@ -93,7 +93,7 @@ struct Job {
   }
 };
 
-class SimulatedStores final : public Stores {
+class SimulatedStores final : public cluster::Stores {
  public:
   explicit SimulatedStores(Job& job) : job_(job) {}
 

@@ -31,8 +31,8 @@ Session::Position position_of(const World& world, const Group& group) {
 
 }  // namespace
 
-std::shared_ptr<Session> session_of(const World& world, const Group& group, double timeout_seconds) {
-  return std::make_shared<Session>(position_of(world, group), Communicator(group, timeout_seconds));
+std::shared_ptr<Session> session_of(const World& world, const Communicator& ranks) {
+  return std::make_shared<Session>(position_of(world, ranks.group()), ranks);
 }
 
 void init(const InitOptions& options) {
@@ -49,7 +49,7 @@ void init(const InitOptions& options) {
     return Generations::current()->begin();
   }
   const Job job(cluster, options.group.timeout_seconds);
-  Session::set(session_of(job.world(), job.group(options.group), options.timeout_seconds));
+  Session::set(session_of(job.world(), {job.group(options.group), options.timeout_seconds}));
 }
 
 void shutdown() {

@@ -11,7 +11,6 @@
 namespace lockstep::horovod {
 namespace {
 
-constexpr double kLostHostSeconds = 3;
 constexpr std::int64_t kTraining = 0;  // a program has one
 
 std::shared_ptr<Generations>& current_generations() {
@@ -27,9 +26,13 @@ Generations::Generations(const Cluster& cluster, const InitOptions& options)
     : membership_(cluster.joins ? Job::newcomer(cluster, options.group.timeout_seconds)
                                 : Job(cluster, options.group.timeout_seconds),
                   1, 0),
-      options_(options) {
+      options_(options),
+      timeouts_{.start = options.group.timeout_seconds,
+                .step = options.timeout_seconds,
+                .regroup = options.regroup_seconds,
+                .lost_host = kElasticLostHostSeconds} {
   if (!cluster.joins) return;
-  const auto deadline = Deadline::after(std::chrono::duration<double>(options.group.timeout_seconds));
+  const auto deadline = Deadline::after(std::chrono::duration<double>(timeouts_.start));
   if (!membership_.wait_for_place(kTraining, description(), deadline, [] {}))
     throw ClusterError("the training that this process was to join has ended");
   membership_.take_place();
@@ -42,9 +45,9 @@ void Generations::set(std::shared_ptr<Generations> generations) { current_genera
 std::shared_ptr<Session> Generations::make_session() {
   const auto& world = membership_.world();
   auto options = options_.group;
-  options.lost_host_seconds = kLostHostSeconds;
-  if (world.generation > 0) options.timeout_seconds = options_.regroup_seconds;
-  return session_of(world, membership_.group(options), options_.timeout_seconds);
+  options.lost_host_seconds = timeouts_.lost_host;
+  options.timeout_seconds = world.generation > 0 ? timeouts_.regroup : timeouts_.start;
+  return session_of(world, {membership_.group(options), timeouts_.step});
 }
 
 // A process that comes later may lose a rank while it joins the others: it then regroups without that rank.
@@ -101,7 +104,7 @@ void Generations::regroup(std::vector<int> lost) {
   Session::set(nullptr);
   while (true) {
     try {
-      membership_.regroup(change, options_.regroup_seconds);
+      membership_.regroup(change, Deadline::after(std::chrono::duration<double>(timeouts_.regroup)));
       if (change.leaves) throw Interrupted(SIGTERM);
       Session::set(make_session());
       for (const auto& call : *on_regroup_) call();

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/timeouts.h"
 #include "elastic/membership.h"
 #include "horovod/session.h"
 #include "lockstep/horovod.h"
@@ -56,6 +57,7 @@ class Generations {
 
   ::lockstep::elastic::JobMembership membership_;
   const InitOptions options_;
+  const Timeouts timeouts_;
   bool lacks_state_ = false;
   using Calls = std::list<std::function<void()>>;
   const std::shared_ptr<Calls> on_regroup_ = std::make_shared<Calls>();  // handles may live longer than this
@@ -64,7 +66,7 @@ class Generations {
   int signal_ = 0;  // that it said last that it has got
 };
 
-// The session of a Job's ranks in this Group.
-std::shared_ptr<Session> session_of(const World& world, const Group& group, double timeout_seconds);
+// The session of a Job's ranks.
+std::shared_ptr<Session> session_of(const World& world, const Communicator& ranks);
 
 }  // namespace lockstep::horovod

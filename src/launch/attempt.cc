@@ -14,6 +14,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "cluster/liveness.h"
 #include "cluster/rendezvous.h"
 #include "cluster/store_backend.h"
 #include "launch/job_store.h"
@@ -174,9 +175,7 @@ bool HostsOfJob::enough_are_named() const {
 Attempt::Attempt(const LaunchOptions& options, int restart, const LauncherProcess& self, HostDiscovery* discovery)
     : hosts_(fill(options.hosts, processes_of(options))),
       store_(make_store(options, restart, hosts_, {token_.access().token, options.trusted_network})),
-      // The others learn by this entry that this launcher has ended.
-      presence_(options.store.empty() ? nullptr
-                                      : store_.set_at_end(kEndOfLauncher, "reached", Deadline::after(kForEtcd))),
+      presence_(options.store.empty() ? nullptr : cluster::show_presence(store_, kLauncher)),
       part_(part_of_job(options, restart, store_, token_)),
       job_store_(store_, store_),
       changing_hosts_(options, part_, store_, discovery),

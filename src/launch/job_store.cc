@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "base/text.h"
+#include "cluster/liveness.h"
 #include "cluster/rendezvous.h"
 #include "cluster/store_backend.h"
 #include "lockstep/base/error.h"
@@ -30,6 +31,8 @@ std::string entry(const Store& store, const std::string& key) {
   return value;
 }
 
+bool has_ended(const Store& store, const std::string& name) { return !entry(store, cluster::key_of_end(name)).empty(); }
+
 void JobStore::rank_will_not_come(int rank) const {
   succeeds([&] {
     job().fail_waiters("generation 0/", text("rank ", rank, " has ended, and others wait for it"),
@@ -44,7 +47,7 @@ void JobStore::process_has_ended(int process) const {
 }
 
 bool JobStore::first_launcher_lives() const {
-  if (cluster::is_etcd(address_)) return entry(*here_, kEndOfLauncher).empty();
+  if (cluster::is_etcd(address_)) return !has_ended(*here_, kLauncher);
   return succeeds([this] { job(); });
 }
 

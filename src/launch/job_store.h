@@ -13,8 +13,8 @@ namespace lockstep::launch {
 
 inline constexpr std::chrono::seconds kForStore(2);
 
-// Where the store is in etcd, this entry says that the launcher that started the job has ended.
-inline constexpr const char* kEndOfLauncher = "end of the launcher";
+// The name by which the launcher that started the job shows its presence, where the store is in etcd.
+inline constexpr const char* kLauncher = "the launcher";
 
 // A launcher's view of its job's stores. No call throws: where a store does not answer, the job goes on without the
 // answer. The main thread calls these, but for rank_will_not_come.
@@ -63,6 +63,9 @@ class JobStore {
 
 // Returns the entry of `key`; empty where there is none, and where the store does not answer.
 std::string entry(const Store& store, const std::string& key);
+
+// Returns true where `name` has shown its presence in the store (cluster/liveness.h) and has ended.
+bool has_ended(const Store& store, const std::string& name);
 
 // Where an elastic job's members are, as `store` knows them; empty where it knows none.
 struct MemberPlace {

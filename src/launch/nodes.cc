@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <map>
 #include <numeric>
 #include <ostream>
 #include <set>
@@ -13,6 +12,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "cluster/liveness.h"
 #include "cluster/rendezvous.h"
 #include "cluster/resolvers.h"
 #include "cluster/store_backend.h"
@@ -29,15 +29,16 @@ namespace lockstep::launch {
 namespace {
 
 constexpr std::chrono::minutes kForStoreToCome(10);
-constexpr std::chrono::seconds kToReachStore(5), kForLocalAddress(10), kLongestSilence(30);
+constexpr std::chrono::seconds kToReachStore(5), kForLocalAddress(10);
+constexpr double kLongestSilenceSeconds = 30;
 constexpr std::chrono::milliseconds kForAnswer(500), kBetweenPolls(500);
-constexpr const char* kRanksHaveEnded = "the ranks of this host have ended";
+constexpr const char* kRanksHere = "the ranks of this host";  // that name their end in the host's store
 constexpr std::chrono::minutes kForNodes(10);
 constexpr std::chrono::milliseconds kBetweenNodesLooks(100);
 constexpr const char *kNodes = "nodes", *kRanksThatCame = "ranks of nodes that came later",
                      *kNodesThatJoin = "nodes that join";
 
-std::string key_of_end(const std::string& host) { return "end of node " + host; }
+std::string name_of_node(const std::string& host) { return "node " + host; }
 
 Deadline soon() { return Deadline::after(std::chrono::seconds(10)); }
 
@@ -79,9 +80,9 @@ void Node::take_name() {
   const auto mine = transport::random_name();
   for (int i = 1; host_.empty(); ++i) {
     const auto name = i == 1 ? name_of_this_host() : text(name_of_this_host(), "-", i);
-    if (store_.compare_set("name of node " + name, "", mine, soon()) == mine) host_ = name;
+    if (store_.compare_set("name of " + name_of_node(name), "", mine, soon()) == mine) host_ = name;
   }
-  presence_ = store_.set_at_end(key_of_end(host_), "reached", soon());
+  presence_ = cluster::show_presence(store_, name_of_node(host_));
 }
 
 std::optional<NodePlace> Node::wait(const NodeLimits& limits, const std::function<bool()>& stop, std::ostream& err) {
@@ -100,7 +101,7 @@ std::optional<NodePlace> Node::wait(const NodeLimits& limits, const std::functio
   return std::nullopt;
 }
 
-bool Node::has_ended(const std::string& host) const { return !entry(store_, key_of_end(host)).empty(); }
+bool Node::has_ended(const std::string& host) const { return launch::has_ended(store_, name_of_node(host)); }
 
 std::vector<MemberPlace> Node::members() const {
   return parse_places(store_.compare_set(cluster::kMembersNow, "", "", soon()));
@@ -254,20 +255,16 @@ void watch_beginning(const std::stop_token& stop, const Node& node, const JobSto
 // Keeps this host's store while other members may need it to agree on who goes on. One that does not answer is lost
 // when the training has ended, or when it has been silent for some time.
 void hold_for_others(const Store& store, const Signals& signals) {
-  store.set(kRanksHaveEnded, "yes", Deadline::after(kForStore));
-  std::map<std::string, Deadline> lost_at;
+  using Sign = cluster::Liveness::Sign;
+  store.set(cluster::key_of_end(kRanksHere), "reached", Deadline::after(kForStore));
+  cluster::Liveness liveness(std::make_shared<cluster::ConnectedStores>(store),
+                             {.seconds = kLongestSilenceSeconds, .looks = 1});
+  struct Ranks {
+    std::string store, name = kRanksHere;
+  };
   const auto needs_this = [&](const std::string& address) {
-    const auto give_up = lost_at.try_emplace(address, Deadline::after(kLongestSilence)).first;
-    try {
-      if (transport::answers_at(address, Deadline::after(kForAnswer))) {
-        const auto other = Store::connect(address, Deadline::after(kForStore), store.access());
-        const bool runs = other.compare_set(kRanksHaveEnded, "", "", Deadline::after(kForStore)).empty();
-        give_up->second = Deadline::after(kLongestSilence);
-        return runs;
-      }
-    } catch (const Error&) {  // it does not answer
-    }
-    return entry(store, cluster::kMembersAtEnd).empty() && !give_up->second.passed();
+    const auto sign = liveness.look(Ranks{address});
+    return sign == Sign::lives || (sign == Sign::silent && entry(store, cluster::kMembersAtEnd).empty());
   };
   for (bool is_needed = true; is_needed && signals.next() == 0; std::this_thread::sleep_for(kBetweenPolls)) {
     std::set<std::string> others;

@@ -176,7 +176,7 @@ struct ProgramDevicesOptions {
   std::string plugin;                                  // the path of a PJRT plugin; empty: as the environment says
   std::vector<std::pair<std::string, Value>> options;  // of the plugin's client
   int replicas = 0;                                    // of all processes; 0: one on each device
-  double timeout_seconds = 0;                          // until all processes have come, and devices are open
+  double start_seconds = 0;                            // until all processes have come, and devices are open
   std::optional<ProgramProcesses> processes = {};      // none: this one is alone
 };
 

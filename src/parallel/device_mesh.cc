@@ -133,7 +133,7 @@ struct DeviceMesh::State {
       : axes(in_one_row(std::move(of))), options(with) {
     const auto newcomer = Job::newcomer(cluster, with.group.timeout_seconds);
     int stride = number_of_ranks(axes);
-    claim.emplace(*newcomer.stores(), newcomer.world(), stride);
+    claim.emplace(newcomer.stores(), newcomer.world(), stride);
     take_membership(std::make_shared<elastic::JobMembership>(newcomer, stride, claim->part()));
     ranks = Communicator(newcomer.group(with.group), with.timeout_seconds);  // this rank alone
     for (const auto& axis : axes) {
@@ -193,9 +193,9 @@ const Communicator& DeviceMesh::operator[](const std::string& axis) const {
   throw InvalidArgument(text("DeviceMesh: there is no axis \"", axis, "\"; the mesh has ", list(axes())));
 }
 
-void DeviceMesh::regroup(double timeout_seconds) const {
+void DeviceMesh::regroup(double regroup_seconds) const {
   auto options = state_->options.group;
-  options.timeout_seconds = timeout_seconds;
+  options.timeout_seconds = regroup_seconds;
   const auto all = state_->membership->group(options);
   state_->job = state_->membership->job();
   auto& axes = state_->axes;
@@ -206,7 +206,7 @@ void DeviceMesh::regroup(double timeout_seconds) const {
   state_->claim.reset();
   // A Group may take half of the time, so that a rank that waits in vain finds the others waiting for it.
   state_->take(all, parallel::MeshGroups::Elastic{state_->membership->watch_for_losses(),
-                                                  std::chrono::duration<double>(timeout_seconds / 2)});
+                                                  std::chrono::duration<double>(regroup_seconds / 2)});
 }
 
 const DeviceMeshOptions& DeviceMesh::options() const { return state_->options; }

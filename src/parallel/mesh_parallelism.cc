@@ -119,12 +119,12 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
 
 // The mesh was made of ranks that have found each other.
 void MeshParallelism::connect(Topology& /*topology*/, const strategy::WorkerSettings& /*workers*/,
-                              double /*timeout_seconds*/) const {}
+                              const Timeouts& /*timeouts*/) const {}
 
 void MeshParallelism::reconnect(const Topology& /*topology*/, const strategy::WorkerSettings& /*workers*/,
-                                double seconds) const {
-  mesh_.regroup(seconds);
-  const auto deadline = Deadline::after(std::chrono::duration<double>(seconds));
+                                const Timeouts& timeouts) const {
+  mesh_.regroup(timeouts.regroup);
+  const auto deadline = Deadline::after(std::chrono::duration<double>(timeouts.regroup));
   const auto regroup = [&](const Communicator& product, const std::vector<std::string>& some) {
     const auto axes = existing(mesh_, some);
     if (axes.size() > 1) product.regroup(group_along(mesh_, axes, deadline));

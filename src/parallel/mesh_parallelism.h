@@ -22,8 +22,9 @@ class MeshParallelism final : public strategy::Kind {
   MeshParallelism(DeviceMesh mesh, ModelParallelOptions options);
 
   Topology topology() const override { return topology_; }
-  void connect(Topology& topology, const strategy::WorkerSettings& workers, double timeout_seconds) const override;
-  void reconnect(const Topology& topology, const strategy::WorkerSettings& workers, double seconds) const override;
+  void connect(Topology& topology, const strategy::WorkerSettings& workers, const Timeouts& timeouts) const override;
+  void reconnect(const Topology& topology, const strategy::WorkerSettings& workers,
+                 const Timeouts& timeouts) const override;
   void begin(StrategyImpl& strategy) override;
   std::string describe() const override;
 

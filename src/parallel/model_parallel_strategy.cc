@@ -122,7 +122,10 @@ StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions&
       .gradients = {.buckets = {.bucket_bytes = bytes, .gradient_dtype = options.gradient_dtype},
                     .shard_state = options.shard_optimizer_state,
                     .compare_copies_every = options.compare_copies_every},
-      .timeout_seconds = mesh.ranks().timeout_seconds()};
+      .timeouts = {.start = mesh.options().group.timeout_seconds,
+                   .step = mesh.ranks().timeout_seconds(),
+                   .regroup = options.elastic.value_or(ElasticOptions()).regroup_seconds,
+                   .lost_host = mesh.options().group.lost_host_seconds}};
   auto& workers = settings.workers.emplace();
   workers.group = mesh.options().group;
   if (!is_alone(mesh)) workers.elastic = options.elastic;

@@ -16,10 +16,10 @@ constexpr std::chrono::hours kToTransfer(24);  // of any size; the other server 
 
 }  // namespace
 
-ModelServer::ModelServer(const Roles& roles, int copies, Store store, double timeout_seconds)
+ModelServer::ModelServer(const Roles& roles, int copies, Store store, double reconnect_seconds)
     : roles_(roles),
       store_(std::move(store)),
-      timeout_seconds_(timeout_seconds),
+      reconnect_seconds_(reconnect_seconds),
       models_(std::make_shared<ServedModels>(users_of_models(roles))),
       second_copies_(copies == 1 ? nullptr : std::make_shared<ServedModels>(users_of_models(roles))) {}
 

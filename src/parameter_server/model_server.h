@@ -20,8 +20,8 @@ inline int first_of_second(int server, int servers) { return (server + servers -
 // One thread.
 class ModelServer {
  public:
-  // `copies`: of each shard, 1 or 2. `timeout_seconds`: of what the store is asked.
-  ModelServer(const Roles& roles, int copies, Store store, double timeout_seconds);
+  // `copies`: of each shard, 1 or 2. `reconnect_seconds`: how long the store is asked.
+  ModelServer(const Roles& roles, int copies, Store store, double reconnect_seconds);
 
   const std::shared_ptr<ServedModels>& models() const { return models_; }
   const std::shared_ptr<ServedModels>& second_copies() const { return second_copies_; }  // null with one copy
@@ -51,11 +51,11 @@ class ModelServer {
   std::shared_ptr<ShardStore> transferred(const Model& model, int server, bool from_second);
   std::int64_t restore(const Model& model, const std::shared_ptr<ShardStore>& shards) const;
   std::string status_of(const Model& model) const;
-  Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(timeout_seconds_)); }
+  Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(reconnect_seconds_)); }
 
   const Roles roles_;
   Store store_;
-  const double timeout_seconds_;
+  const double reconnect_seconds_;
   const std::shared_ptr<ServedModels> models_, second_copies_;
 };
 

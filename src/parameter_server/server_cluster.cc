@@ -7,6 +7,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/own_files.h"
+#include "cluster/liveness.h"
 #include "cluster/rendezvous.h"
 #include "cluster/resolvers.h"
 #include "lockstep/base/error.h"
@@ -22,7 +23,6 @@ namespace {
 constexpr std::chrono::seconds kToEnd(5);
 constexpr std::chrono::milliseconds kBetweenLooks(200);
 
-std::string key_of_end(int server) { return text("end of ps ", server); }
 std::string key_of_outcome(std::int64_t call) { return text("outcome ", call); }
 
 constexpr std::size_t kLongestStored = 1 << 20;  // bytes of the store's values
@@ -39,12 +39,12 @@ std::string prefix(const Store& store, int rank, Deadline deadline) {
 
 std::string key_of(Role role, int index) { return text(name_of(role), " ", index); }
 
-Store find(const Cluster& cluster, double timeout_seconds) {
-  if (!(timeout_seconds > 0)) {
+Store find(const Cluster& cluster, double start_seconds) {
+  if (!(start_seconds > 0)) {
     throw InvalidArgument(
-        text("ParameterServerStrategy: start_timeout_seconds is ", timeout_seconds, "; it must be above 0"));
+        text("ParameterServerStrategy: start_timeout_seconds is ", start_seconds, "; it must be above 0"));
   }
-  const auto deadline = Deadline::after(std::chrono::duration<double>(timeout_seconds));
+  const auto deadline = Deadline::after(std::chrono::duration<double>(start_seconds));
   const auto store = cluster::find_store(cluster, deadline).store;
   return store.prefixed(prefix(store, cluster.world.rank, deadline));
 }
@@ -102,18 +102,18 @@ ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions option
       engine_(engine),
       store_([&] {
         check(options_.mode);
-        return find(cluster, options_.start_timeout_seconds);
+        return find(cluster, options_.start_seconds);
       }()),
       access_(store_.access()) {
-  const auto deadline = Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds));
+  const auto deadline = Deadline::after(std::chrono::duration<double>(options_.start_seconds));
   if (roles_.mine == Role::ps) {
-    server_.emplace(roles_, options_.replicas_of_shards, store_, options_.reconnect_timeout_seconds);
+    server_.emplace(roles_, options_.replicas_of_shards, store_, options_.reconnect_seconds);
   }
   if (is_chief()) {
     const auto number = store_.add("chiefs", 1, deadline);
     restarted_ = number > 1;
-    coordinator_ = std::make_shared<Coordinator>(roles_.workers, options_.reconnect_timeout_seconds, number,
-                                                 options_.replicas_of_shards);
+    coordinator_ =
+        std::make_shared<Coordinator>(roles_.workers, options_.reconnect_seconds, number, options_.replicas_of_shards);
   }
   Entry entry{.host = cluster.world.host};
   if (server_ || coordinator_) {
@@ -148,7 +148,8 @@ ServerCluster::~ServerCluster() {
       coordinator_->wait_for_leaving("", Deadline::after(kToEnd));
     }
     const bool failed = !chief_failed_ && std::uncaught_exceptions() > exceptions_;
-    if (roles_.mine == Role::ps && !failed) store_.set(key_of_end(roles_.index), "reached", deadline);
+    const auto self = key_of(roles_.mine, roles_.index);
+    if (roles_.mine == Role::ps && !failed) store_.set(cluster::key_of_end(self), "reached", deadline);
     while (roles_.mine == Role::ps && !failed) {
       if (chief_->outcome(ChiefConnection::kProgram, reconnect_deadline())) break;
     }
@@ -161,9 +162,10 @@ ServerCluster::~ServerCluster() {
 // Until all have reached the end of their programs, or have gone: what one computes may need the others.
 void ServerCluster::wait_for_servers(Deadline deadline) const {
   for (int server = 0; server < roles_.servers; ++server) {
-    while (coordinator_->is_present(key_of(Role::ps, server)) && !deadline.passed()) {
+    const auto name = key_of(Role::ps, server);
+    while (coordinator_->is_present(name) && !deadline.passed()) {
       try {
-        store_.get(key_of_end(server), Deadline::after(kBetweenLooks));
+        store_.get(cluster::key_of_end(name), Deadline::after(kBetweenLooks));
         break;
       } catch (const DeadlineExceeded&) {  // not yet
       }
@@ -201,7 +203,7 @@ void ServerCluster::wait_for_all(Deadline deadline) {
 
 int ServerCluster::agree_on_replicas(int mine) const {
   constexpr const char* kKey = "replicas of a worker";
-  const auto deadline = Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds));
+  const auto deadline = Deadline::after(std::chrono::duration<double>(options_.start_seconds));
   if (roles_.mine == Role::worker) store_.compare_set(kKey, "", std::to_string(mine), deadline);
   const int agreed = std::stoi(store_.get(kKey, deadline));
   if (roles_.mine == Role::worker && agreed != mine) {
@@ -247,7 +249,7 @@ std::shared_ptr<Client> ServerCluster::make_model(const ModelSpec& model, const 
       new Client(model, places, std::move(connections), number, names_of_states(optimizer)),
       [kept](Client* mine) { delete mine; });
   if (!server_ && find_in_store(key_of_model(number)) != kDropped) {
-    client->open(description, Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds)));
+    client->open(description, Deadline::after(std::chrono::duration<double>(options_.start_seconds)));
   }
   return client;
 }
@@ -260,7 +262,7 @@ ServiceEngine::ModelOnServer ServerCluster::on_server(std::int64_t number, const
                                          .user = key_of(roles_.mine, roles_.index),
                                          .model = number,
                                          .shard_bytes = {},
-                                         .reconnect_seconds = options_.reconnect_timeout_seconds,
+                                         .reconnect_seconds = options_.reconnect_seconds,
                                          .second_copies = second_copies,
                                          .bfloat16 = {}};
   for (const auto& place : places) {

@@ -21,10 +21,10 @@ namespace lockstep::parameter_server {
 struct ServerClusterOptions {
   Partitioner partitioner = {};
   UpdateMode mode = {};
-  int replicas_of_shards = 1;             // 2: each shard is on two servers
-  bool bfloat16_gradients = false;        // float32 gradients are sent rounded, but in shared memory
-  double start_timeout_seconds = 300;     // until all processes have come
-  double reconnect_timeout_seconds = 60;  // how long a process that does not answer is called again
+  int replicas_of_shards = 1;                           // 2: each shard is on two servers
+  bool bfloat16_gradients = false;                      // float32 gradients are sent rounded, but in shared memory
+  double start_seconds = kStartTimeoutSeconds;          // until all processes have come
+  double reconnect_seconds = kReconnectTimeoutSeconds;  // how long a process that does not answer is called again
 };
 
 // One thread at a time, but for what is said to be for any.
@@ -93,7 +93,7 @@ class ServerCluster {
   Coordinator& coordinator() { return *coordinator_; }  // the chief's
 
   // Returns ask(the chief, deadline of the call). Where the chief does not answer, asks again for
-  // reconnect_timeout_seconds, and no more once `gives_up`; then throws DeadlineExceeded. `is_short`: nothing large is
+  // reconnect_seconds, and no more once `gives_up`; then throws DeadlineExceeded. `is_short`: nothing large is
   // sent either way, so that a call can give up soon.
   template <class Ask>
   auto ask_chief(const Ask& ask, const std::function<bool()>& gives_up = {}, bool is_short = true) {
@@ -114,7 +114,7 @@ class ServerCluster {
 
   // The deadline of a call that begins now.
   Deadline reconnect_deadline() const {
-    return Deadline::after(std::chrono::duration<double>(options_.reconnect_timeout_seconds));
+    return Deadline::after(std::chrono::duration<double>(options_.reconnect_seconds));
   }
 
  private:

@@ -174,7 +174,7 @@ class ServiceEngine {
     std::int64_t model = 0;
     std::vector<std::size_t> shard_bytes;
     std::vector<std::size_t> row_bytes = {};
-    double reconnect_seconds = 60;
+    double reconnect_seconds = kReconnectTimeoutSeconds;
     bool second_copies = false;
     struct {
       std::vector<bool> shards = {}, tables = {};

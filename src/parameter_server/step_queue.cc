@@ -36,15 +36,15 @@ void StepQueue::cancel_from(std::int64_t step) {
   changed_.notify_all();
 }
 
-StepQueue::Waiting StepQueue::begin_wait(double timeout) const {
-  return {timeout, schedule_.finished().count(), Deadline::after(std::chrono::duration<double>(timeout))};
+StepQueue::Waiting StepQueue::begin_wait(double step_seconds) const {
+  return {step_seconds, schedule_.finished().count(), Deadline::after(std::chrono::duration<double>(step_seconds))};
 }
 
 void StepQueue::wait_once(Waiting& waiting, const char* for_what) {
   if (present_.empty() && reconnected_by_.passed()) {
     throw ClusterError(text("all workers are lost: none has been connected for ", reconnect_seconds_, " s"));
   }
-  if (waiting.finished != schedule_.finished().count()) waiting = begin_wait(waiting.timeout);
+  if (waiting.finished != schedule_.finished().count()) waiting = begin_wait(waiting.step_seconds);
   if (waiting.deadline.passed()) throw DeadlineExceeded(for_what, waiting.deadline.waited());
   const bool reconnecting = present_.empty() && reconnected_by_.time() < waiting.deadline.time();
   changed_.wait_until(mutex_, (reconnecting ? reconnected_by_ : waiting.deadline).time());
@@ -67,12 +67,12 @@ void StepQueue::throw_failure() {
   if (const auto failure = std::exchange(failure_, std::nullopt)) throw Error(*failure);
 }
 
-std::shared_ptr<StepResult> StepQueue::schedule(std::string name, std::string arguments, double timeout) {
+std::shared_ptr<StepResult> StepQueue::schedule(std::string name, std::string arguments, double step_seconds) {
   MutexLock lock(mutex_);
   if (!open_) throw InvalidArgument("schedule: steps can be scheduled on the chief, in ClusterCoordinator::run, alone");
   throw_failure();
   const auto most = kMostPending * static_cast<std::size_t>(workers_);
-  auto waiting = begin_wait(timeout);
+  auto waiting = begin_wait(step_seconds);
   while (pending_.size() >= most && !failure_) wait_once(waiting, "waiting for workers, which have many steps to do");
   throw_failure();
   const auto result = std::make_shared<StepResult>();
@@ -82,9 +82,9 @@ std::shared_ptr<StepResult> StepQueue::schedule(std::string name, std::string ar
   return result;
 }
 
-void StepQueue::join(double timeout) {
+void StepQueue::join(double step_seconds) {
   MutexLock lock(mutex_);
-  auto waiting = begin_wait(timeout);
+  auto waiting = begin_wait(step_seconds);
   while (!pending_.empty()) wait_once(waiting, "waiting for a scheduled step to finish");
   throw_failure();
 }
@@ -118,9 +118,9 @@ void StepQueue::require_finished() const {
   }
 }
 
-std::string StepQueue::fetch(const StepResult& result, double timeout) {
+std::string StepQueue::fetch(const StepResult& result, double step_seconds) {
   MutexLock lock(mutex_);
-  auto waiting = begin_wait(timeout);
+  auto waiting = begin_wait(step_seconds);
   while (result.state == StepResult::State::pending) wait_once(waiting, "waiting for a scheduled step to finish");
   if (result.state == StepResult::State::done) return result.text;
   if (result.state == StepResult::State::failed) throw Error(result.text);

@@ -20,7 +20,7 @@ struct StepResult {
   std::string text;  // done: what the step returned; failed: why
 };
 
-// Any thread. Calls that wait throw DeadlineExceeded where no step has finished for `timeout` seconds, and ClusterError
+// Any thread. Calls that wait throw DeadlineExceeded where no step has finished for `step_seconds`, and ClusterError
 // where no worker has been connected for `reconnect_seconds`.
 class StepQueue {
  public:
@@ -36,12 +36,12 @@ class StepQueue {
   void close();
 
   // Waits while kMostPending steps a worker have not finished. Throws as `join` where a step has failed.
-  std::shared_ptr<StepResult> schedule(std::string name, std::string arguments, double timeout);
+  std::shared_ptr<StepResult> schedule(std::string name, std::string arguments, double step_seconds);
   static constexpr std::size_t kMostPending = 256;
 
   // Waits until all have finished. Where one has failed since this last threw, cancels the steps that no worker had
   // begun, and throws Error with the first failure.
-  void join(double timeout);
+  void join(double step_seconds);
   bool done();
   std::int64_t finished();  // steps
 
@@ -55,7 +55,7 @@ class StepQueue {
   void fail(const std::string& why);
 
   // Waits for the step and returns its output. Throws Error with the step's own, and Aborted where it was cancelled.
-  std::string fetch(const StepResult& result, double timeout);
+  std::string fetch(const StepResult& result, double step_seconds);
 
   // --- for workers, as ChiefService's
 
@@ -75,11 +75,11 @@ class StepQueue {
   void throw_failure() LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   // A wait that may last as long as steps finish.
   struct Waiting {
-    double timeout = 0;
+    double step_seconds = 0;
     std::int64_t finished = 0;
     Deadline deadline;
   };
-  Waiting begin_wait(double timeout) const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  Waiting begin_wait(double step_seconds) const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   void wait_once(Waiting& waiting, const char* for_what) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
 
   const int workers_;

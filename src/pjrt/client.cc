@@ -7,7 +7,6 @@
 
 #include "base/text.h"
 #include "base/waiting_notice.h"
-#include "cluster/fail_waiters.h"
 #include "lockstep/base/device_error.h"
 #include "pjrt/named_values.h"
 
@@ -229,7 +228,7 @@ void Client::fail_waiters(const std::string& reason) const {
     const MutexLock lock(mutex_);
     if (failure_.empty()) failure_ = reason;
   }
-  if (store_) cluster::fail_waiters(*store_, "", reason, Deadline::after(std::chrono::seconds(10)));
+  if (store_) store_->fail_waiters("", reason, Deadline::after(std::chrono::seconds(10)));
 }
 
 std::string Client::failure() const {

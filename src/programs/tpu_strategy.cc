@@ -4,7 +4,6 @@
 #include <cstdlib>
 
 #include "base/text.h"
-#include "cluster/fail_waiters.h"
 #include "lockstep/base/device_error.h"
 #include "programs/programs.h"
 
@@ -38,7 +37,7 @@ void telling_others(const Job& job, const Act& act) {
   } catch (const std::exception& error) {
     const auto& world = job.world();
     const auto reason = text("rank ", world.rank, " on ", world.host, ": ", error.what());
-    cluster::fail_waiters(store_of(job), "", reason, Deadline::after(kToTell));
+    store_of(job).fail_waiters("", reason, Deadline::after(kToTell));
     job.fail_waiters(reason);
     throw;
   }
@@ -67,16 +66,15 @@ System open(const TPUClusterResolver& resolver, int replicas) {
 
 std::shared_ptr<StrategyImpl> make_strategy(const TPUClusterResolver& resolver, const TPUStrategyOptions& options) {
   auto system = open(resolver, options.num_replicas);
-  strategy::StrategySettings settings{.placement = gradient::Placement::central,
-                                      .timeout_seconds = options.timeout_seconds,
-                                      .kind = std::make_shared<programs::Programs>(system.devices)};
+  strategy::StrategySettings settings{
+      .placement = gradient::Placement::central,
+      .timeouts = {.start = resolver.options().start_timeout_seconds, .step = options.timeout_seconds},
+      .kind = std::make_shared<programs::Programs>(system.devices)};
   for (int i = 0; i < system.devices->replicas(); ++i) settings.devices.push_back(text("tpu:", i));
   if (!system.job) return std::make_shared<StrategyImpl>(settings);
   const auto& world = system.job->world();
   settings.partition = {world.local_rank, world.local_size, system.job->has_own_cores()};
-  settings.workers.emplace(
-      strategy::WorkerSettings{.membership = std::make_shared<elastic::JobMembership>(*system.job),
-                               .group = {.timeout_seconds = resolver.options().start_timeout_seconds}});
+  settings.workers.emplace().membership = std::make_shared<elastic::JobMembership>(*system.job);
   std::shared_ptr<StrategyImpl> made;
   telling_others(*system.job, [&] { made = std::make_shared<StrategyImpl>(settings); });
   return made;

@@ -50,7 +50,7 @@ struct ClusterCoordinator::State {
   std::map<std::string, Step> steps = {};
   bool running = false;
 
-  double timeout_seconds() const { return strategy->settings().timeout_seconds; }
+  double step_seconds() const { return strategy->settings().timeouts.step; }
 
   // Returns the chief's queue. Throws InvalidArgument in other processes.
   const std::shared_ptr<parameter_server::StepQueue>& queue() const {
@@ -111,7 +111,7 @@ struct ClusterCoordinator::State {
 };
 
 std::vector<Tensor> RemoteValue::fetch() const {
-  return parse("a step's result", queue_->fetch(*result_, timeout_seconds_));
+  return parse("a step's result", queue_->fetch(*result_, step_seconds_));
 }
 
 ClusterCoordinator::ClusterCoordinator(const ParameterServerStrategy& strategy)
@@ -158,11 +158,11 @@ RemoteValue ClusterCoordinator::schedule(const std::string& name, const std::vec
   }
   const auto& queue = state_->queue();
   state_->require_known();
-  const double timeout = state_->timeout_seconds();
-  return {queue, queue->schedule(name, print(arguments), timeout), timeout};
+  const double step_seconds = state_->step_seconds();
+  return {queue, queue->schedule(name, print(arguments), step_seconds), step_seconds};
 }
 
-void ClusterCoordinator::join() { state_->queue()->join(state_->timeout_seconds()); }
+void ClusterCoordinator::join() { state_->queue()->join(state_->step_seconds()); }
 
 bool ClusterCoordinator::done() const { return !state_->servers.is_chief() || state_->queue()->done(); }
 

@@ -27,14 +27,14 @@ std::vector<parameter_server::VariableSpec> variables_of(const ReplicatedParamet
 }
 
 ServerValues::ServerValues(ReplicatedParameters& parameters, std::shared_ptr<parameter_server::Client> client,
-                           double timeout_seconds)
+                           double step_seconds)
     : parameters_(parameters),
       client_(std::move(client)),
-      timeout_seconds_(timeout_seconds),
+      step_seconds_(step_seconds),
       variables_(parameters.trainable()) {}
 
 std::unique_ptr<gradient::Reduction> ServerValues::make_reduction() {
-  return std::make_unique<ServerReduction>(parameters_, *this, timeout_seconds_);
+  return std::make_unique<ServerReduction>(parameters_, *this, step_seconds_);
 }
 
 Memory ServerValues::share() {
@@ -88,7 +88,7 @@ void ServerValues::fetch_changed(Deadline deadline) {
   changes_when_fetched_ = changes_here();
 }
 
-ServerReduction::ServerReduction(const ReplicatedParameters& parameters, ServerValues& values, double timeout_seconds)
+ServerReduction::ServerReduction(const ReplicatedParameters& parameters, ServerValues& values, double step_seconds)
     : Reduction({gradient::ShardMap::even({}, parameters.replicas()), /*processes=*/1,
                  gradient::Ownership::Writes::all_copies},
                 /*during_backward=*/true),
@@ -112,7 +112,7 @@ ServerReduction::ServerReduction(const ReplicatedParameters& parameters, ServerV
   }
   for (const auto& of_replica : embeddings_) {
     for (std::size_t table = 0; table < of_replica.size(); ++table) {
-      of_replica[table]->bind(client_, table, timeout_seconds);
+      of_replica[table]->bind(client_, table, step_seconds);
     }
   }
 }

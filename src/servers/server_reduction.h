@@ -17,10 +17,9 @@ std::vector<parameter_server::VariableSpec> variables_of(const ReplicatedParamet
 // The servers' values and this process's copies of them.
 class ServerValues final : public gradient::RemoteValues {
  public:
-  // `client`'s variables are variables_of(parameters), its tables tables_of(parameters). `timeout_seconds`: of a call
+  // `client`'s variables are variables_of(parameters), its tables tables_of(parameters). `step_seconds`: of a call
   // that reads rows. The parameters live longer.
-  ServerValues(ReplicatedParameters& parameters, std::shared_ptr<parameter_server::Client> client,
-               double timeout_seconds);
+  ServerValues(ReplicatedParameters& parameters, std::shared_ptr<parameter_server::Client> client, double step_seconds);
 
   const std::shared_ptr<parameter_server::Client>& client() const { return client_; }
 
@@ -41,7 +40,7 @@ class ServerValues final : public gradient::RemoteValues {
 
   ReplicatedParameters& parameters_;
   const std::shared_ptr<parameter_server::Client> client_;
-  const double timeout_seconds_;
+  const double step_seconds_;
   const std::vector<gradient::Shard> variables_;
   parameter_server::Client::Versions fetched_;  // of the values; empty: none
   std::int64_t changes_when_fetched_ = 0;
@@ -52,7 +51,7 @@ class ServerValues final : public gradient::RemoteValues {
 class ServerReduction final : public gradient::Reduction {
  public:
   // Throws as EmbeddingModule::bind. `values` lives longer.
-  ServerReduction(const ReplicatedParameters& parameters, ServerValues& values, double timeout_seconds);
+  ServerReduction(const ReplicatedParameters& parameters, ServerValues& values, double step_seconds);
   ~ServerReduction() override;
 
   void prepare() override { memory_ = values_.share(); }

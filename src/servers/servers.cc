@@ -27,7 +27,7 @@ std::shared_ptr<GradientPath> Servers::make_gradient_path(const StrategyImpl& st
   parameters->update_trainable();
   const std::shared_ptr<parameter_server::Client> client =
       cluster_->make_model({.variables = variables_of(*parameters), .tables = tables_of(*parameters)}, optimizer);
-  options.remote = std::make_shared<ServerValues>(*parameters, client, strategy.settings().timeout_seconds);
+  options.remote = std::make_shared<ServerValues>(*parameters, client, strategy.settings().timeouts.step);
   auto path = std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
   if (cluster_->is_chief() && !cluster_->was_trained(*client)) path->remote()->store(strategy.deadline());
   return path;

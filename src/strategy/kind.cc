@@ -12,13 +12,13 @@ namespace lockstep::strategy {
 
 void Kind::check_device(const std::string& device) const { strategy::check_device(device); }
 
-void Kind::connect(Topology& topology, const WorkerSettings& workers, double timeout_seconds) const {
-  topology.train_with({workers.membership->group(workers.group), timeout_seconds, "worker"});
+void Kind::connect(Topology& topology, const WorkerSettings& workers, const Timeouts& timeouts) const {
+  topology.train_with({workers.membership->group(workers.group), timeouts.step, "worker"});
 }
 
-void Kind::reconnect(const Topology& topology, const WorkerSettings& workers, double seconds) const {
+void Kind::reconnect(const Topology& topology, const WorkerSettings& workers, const Timeouts& timeouts) const {
   auto options = workers.group;
-  options.timeout_seconds = seconds;
+  options.timeout_seconds = timeouts.regroup;
   topology.all.regroup(workers.membership->group(options));
 }
 

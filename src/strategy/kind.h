@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/timeouts.h"
 #include "collective/topology.h"
 #include "gradient/gradient_path.h"
 #include "lockstep/strategy/compiled.h"
@@ -42,9 +43,9 @@ class Kind {
   virtual Topology topology() const { return {}; }
 
   // The workers find each other, and find each other again after some were lost or have come. Collective. They throw
-  // what Membership::group throws; regroup waits `seconds` at most.
-  virtual void connect(Topology& topology, const WorkerSettings& workers, double timeout_seconds) const;
-  virtual void reconnect(const Topology& topology, const WorkerSettings& workers, double seconds) const;
+  // what Membership::group throws.
+  virtual void connect(Topology& topology, const WorkerSettings& workers, const Timeouts& timeouts) const;
+  virtual void reconnect(const Topology& topology, const WorkerSettings& workers, const Timeouts& timeouts) const;
 
   // Called once, when the workers have found each other and agreed on their strategies. The strategy outlives this.
   virtual void begin(StrategyImpl& /*strategy*/) {}

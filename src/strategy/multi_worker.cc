@@ -50,12 +50,16 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
     job = Job::newcomer(cluster, options.start_timeout_seconds);
   else if (world.size > 1 || may_grow)
     job.emplace(cluster, options.start_timeout_seconds);
+  const auto bounds = options.elastic.value_or(ElasticOptions());
   const cluster::CpuPartition partition{world.local_rank, world.local_size, job && job->has_own_cores()};
   strategy::StrategySettings settings{
       .devices = options.devices.empty() ? strategy::default_devices(partition) : std::move(options.devices),
       .threads_per_replica = options.threads_per_replica,
       .partition = partition,
-      .timeout_seconds = communication.timeout_seconds,
+      .timeouts = {.start = options.start_timeout_seconds,
+                   .step = communication.timeout_seconds,
+                   .regroup = bounds.regroup_seconds,
+                   .lost_host = options.elastic ? bounds.lost_host_seconds : kLostHostSeconds},
       .worker_batch = options.elastic ? options.elastic->worker_batch : std::nullopt};
   if (!job) return settings;
   settings.gradients = {.buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
@@ -69,10 +73,7 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                                                              : std::make_shared<elastic::JobMembership>(*job),
                                .group = {.backend = communication.backend,
                                          .network = communication.network,
-                                         .implementation = communication.implementation,
-                                         .lost_host_seconds = options.elastic ? options.elastic->lost_host_seconds
-                                                                              : GroupOptions().lost_host_seconds,
-                                         .timeout_seconds = options.start_timeout_seconds},
+                                         .implementation = communication.implementation},
                                .elastic = options.elastic});
   return settings;
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/timeouts.h"
 #include "cluster/cpu_partition.h"
 #include "elastic/membership.h"
 #include "gradient/gradient_path.h"
@@ -17,7 +18,7 @@ namespace lockstep::strategy {
 // This process, as a worker among those that train together.
 struct WorkerSettings {
   std::shared_ptr<elastic::Membership> membership;  // null: on a mesh that was made of a Communicator
-  GroupOptions group;
+  GroupOptions group;                               // but for how long is waited, which the settings' Timeouts say
   std::optional<ElasticOptions> elastic = {};
 };
 
@@ -27,7 +28,7 @@ struct StrategySettings {
   cluster::CpuPartition partition = {};
   gradient::Placement placement = gradient::Placement::mirrored;
   gradient::GradientPathOptions gradients = {};
-  double timeout_seconds = kDefaultTimeoutSeconds;
+  Timeouts timeouts = {};
   std::optional<WorkerBatch> worker_batch = {};
   std::optional<WorkerSettings> workers = {};  // none: this process is alone
   std::shared_ptr<Kind> kind = std::make_shared<Kind>();

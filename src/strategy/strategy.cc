@@ -33,7 +33,7 @@ std::vector<std::string> or_default(std::vector<std::string> devices) {
 strategy::StrategySettings settings_of(MirroredOptions options) {
   strategy::StrategySettings settings{.devices = or_default(std::move(options.devices)),
                                       .threads_per_replica = options.threads_per_replica,
-                                      .timeout_seconds = options.timeout_seconds};
+                                      .timeouts = {.step = options.timeout_seconds}};
   switch (options.cross_device_ops) {
     case CrossDeviceOps::one_pass: settings.gradients.exchange = gradient::Exchange::one_pass; break;
     case CrossDeviceOps::reduction_to_one_device:
@@ -268,6 +268,6 @@ CentralStorageStrategy::CentralStorageStrategy(CentralStorageOptions options)
     : Strategy(make_strategy({.devices = or_default(std::move(options.compute_devices)),
                               .threads_per_replica = options.threads_per_replica,
                               .placement = gradient::Placement::central,
-                              .timeout_seconds = options.timeout_seconds})) {}
+                              .timeouts = {.step = options.timeout_seconds}})) {}
 
 }  // namespace lockstep

@@ -26,12 +26,16 @@ strategy::StrategySettings checked(strategy::StrategySettings settings) {
     throw InvalidArgument(text("threads_per_replica is ", settings.threads_per_replica,
                                "; it must be from 0 (a share of the cores) to ", kMostThreads));
   }
-  if (!(settings.timeout_seconds > 0)) {
-    throw InvalidArgument(text("timeout_seconds is ", settings.timeout_seconds, "; it must be above 0"));
+  if (!(settings.timeouts.step > 0)) {
+    throw InvalidArgument(text("timeout_seconds is ", settings.timeouts.step, "; it must be above 0"));
   }
   if (settings.threads_per_replica == 0) {
     settings.threads_per_replica =
         std::max(1, settings.partition.usable_cpu_count() / static_cast<int>(settings.devices.size()));
+  }
+  if (settings.workers) {
+    settings.workers->group.timeout_seconds = settings.timeouts.start;
+    settings.workers->group.lost_host_seconds = settings.timeouts.lost_host;
   }
   const auto computing = settings.threads_per_replica * static_cast<int>(settings.devices.size());
   settings.gradients.buckets.idle_cores = computing < settings.partition.usable_cpu_count();

@@ -82,7 +82,7 @@ class StrategyImpl {
   // one that waits for other workers hears from it which of them is late.
   Deadline deadline() const {
     constexpr double kForOtherWorkers = 2;
-    const double seconds = settings_.timeout_seconds + (topology().all.size() > 1 ? kForOtherWorkers : 0);
+    const double seconds = settings_.timeouts.step + (topology().all.size() > 1 ? kForOtherWorkers : 0);
     return Deadline::after(std::chrono::duration<double>(seconds));
   }
 

@@ -19,11 +19,11 @@ Topology topology_of(const StrategySettings& settings) {
 Workers::Workers(const StrategySettings& settings)
     : kind_(*settings.kind),
       settings_(settings.workers),
-      timeout_seconds_(settings.timeout_seconds),
+      timeouts_(settings.timeouts),
       topology_(topology_of(settings)) {}
 
 void Workers::regroup(const elastic::Change& change) {
-  membership()->regroup(change, elastic().regroup_seconds);
+  membership()->regroup(change, Deadline::after(std::chrono::duration<double>(timeouts_.regroup)));
   if (!change.leaves) reconnect();
 }
 
@@ -32,7 +32,7 @@ void Workers::join() {
   reconnect();
 }
 
-void Workers::reconnect() { kind_.reconnect(topology_, *settings_, elastic().regroup_seconds); }
+void Workers::reconnect() { kind_.reconnect(topology_, *settings_, timeouts_); }
 
 Group Workers::replica_group(int replica) const {
   return membership()->replica_group(topology_.replicas, replica, group_options());

@@ -23,7 +23,7 @@ class Workers {
   Workers& operator=(const Workers&) = delete;
 
   // Finds the others. Collective; throws as make_group does.
-  void connect() { kind_.connect(topology_, *settings_, timeout_seconds_); }
+  void connect() { kind_.connect(topology_, *settings_, timeouts_); }
 
   // The processes that train together, and this one's place among them: the workers.
   const Topology& topology() const { return topology_; }
@@ -90,7 +90,7 @@ class Workers {
 
   const Kind& kind_;
   const std::optional<WorkerSettings>& settings_;
-  const double timeout_seconds_;
+  const Timeouts timeouts_;
   Topology topology_;
   std::int64_t trainings_ = 0;
   elastic::Sections::Completed completed_sections_;

@@ -113,7 +113,7 @@ std::vector<pjrt::Device> devices_of_replicas(const pjrt::Client& client, const 
 }
 
 Replicas open(const ops::ProgramDevicesOptions& options) {
-  const auto deadline = Deadline::after(std::chrono::duration<double>(options.timeout_seconds));
+  const auto deadline = Deadline::after(std::chrono::duration<double>(options.start_seconds));
   const auto& plugin = pjrt::Plugin::load(pjrt::plugin_path(options.plugin));
   // A process that has no plugin ends the others' wait here, before theirs wait for it.
   if (options.processes) exchange(*options.processes, deadline, "plugin is loaded", plugin.path());

@@ -22,8 +22,7 @@ bool ElasticTraining::take_part(const std::string& description) {
   auto& membership = *strategy().workers().membership();
   const auto number = strategy().workers().next_training();
   if (strategy().topology().is_newcomer()) {
-    const auto deadline =
-        Deadline::after(std::chrono::duration<double>(strategy().workers().group_options().timeout_seconds));
+    const auto deadline = Deadline::after(std::chrono::duration<double>(strategy().settings().timeouts.start));
     const auto poll = [this] {
       if (received() != 0) throw Interrupted(received());
     };

@@ -37,7 +37,7 @@ void watch(const std::stop_token& stop, const StrategyImpl& strategy, const std:
 
 HangWatch::HangWatch(const StrategyImpl& strategy, const std::string& what) {
   if (strategy.topology().all.size() == 1 && !strategy.workers().is_elastic()) return;
-  const double limit_seconds = strategy.settings().timeout_seconds / 2;
+  const double limit_seconds = strategy.settings().timeouts.step / 2;
   thread_ = std::jthread(
       [&strategy, what, limit_seconds](const std::stop_token& stop) { watch(stop, strategy, what, limit_seconds); });
 }

@@ -21,7 +21,7 @@ struct ChannelOptions {
   std::string address = "127.0.0.1";  // where this rank listens
   Access access;
   SpinThenBlock spin;
-  double lost_host_seconds = 60;  // after which a host that does not answer is lost
+  double lost_host_seconds = kLostHostSeconds;  // after which a host that does not answer is lost
 };
 
 // Connected sockets to the other ranks: [rank]; closed for one's own.

@@ -6,6 +6,14 @@
 
 namespace lockstep {
 
+// The defaults of options that bound a wait, in seconds. The option's comment says what it bounds.
+inline constexpr double kStartTimeoutSeconds = 300;     // until all processes of a job have come
+inline constexpr double kDefaultTimeoutSeconds = 1800;  // a step, and a collective call
+inline constexpr double kRegroupTimeoutSeconds = 10;    // after a loss, until the processes that remain have come
+inline constexpr double kReconnectTimeoutSeconds = 60;  // a server, or the chief, that does not answer
+inline constexpr double kLostHostSeconds = 60;          // a host that does not answer
+inline constexpr double kElasticLostHostSeconds = 3;    // a host that does not answer, in a job that goes on without it
+
 // A value; any thread may copy and read it.
 class Deadline {
  public:

@@ -72,7 +72,8 @@ class Store {
   std::shared_ptr<void> set_at_end(const std::string& key, const std::string& value, Deadline deadline) const;
 
   // From now on, waiting for a missing key that begins with `prefix` and ends with `suffix` throws ClusterError with
-  // `reason`. The first reason is kept.
+  // the beginning of `reason`, 64 KiB at most. The first reason is kept. Does not throw where the store does not
+  // answer.
   void fail_waiters(const std::string& prefix, const std::string& reason, Deadline deadline,
                     const std::string& suffix = "") const;
 

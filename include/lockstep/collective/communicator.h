@@ -14,8 +14,6 @@
 
 namespace lockstep {
 
-inline constexpr double kDefaultTimeoutSeconds = 1800;
-
 // A shared handle of a Group and of the timeout of each call. After ranks were lost, `regroup` replaces the Group in
 // all copies of the handle. DistributedDataParallel then continues with the remaining ranks; what was made from the old
 // Group itself (split, convert_sync_batchnorm) must be made anew.
@@ -27,7 +25,8 @@ class Communicator {
   // A Communicator of this process alone.
   Communicator();
 
-  // A Group converts to a Communicator. `member`: the word for a rank in errors, as in "worker 2".
+  // A Group converts to a Communicator. `timeout_seconds`: how long a call waits for the other ranks. `member`: the
+  // word for a rank in errors, as in "worker 2".
   Communicator(Group group, double timeout_seconds = kDefaultTimeoutSeconds,  // NOLINT(google-explicit-constructor)
                std::string member = "rank");
 

@@ -50,10 +50,10 @@ struct GroupOptions {
   std::int64_t checked_calls = 16;
 
   // A host that does not answer for so long (its system, not its processes) is lost: from 3 seconds to a day.
-  double lost_host_seconds = 60;
+  double lost_host_seconds = kLostHostSeconds;
 
-  // The timeout of making the group; the error names the ranks that have not come.
-  double timeout_seconds = 300;
+  // How long making the group waits for the other ranks; the error names those that have not come.
+  double timeout_seconds = kStartTimeoutSeconds;
 
   // The bytes of shared memory that one rank's `allocate` can give out; 0: no bound. Memory is taken from the system as
   // needed. Where the system gives no more (ulimit -v, ulimit -f), `allocate` gives memory of this process alone, with

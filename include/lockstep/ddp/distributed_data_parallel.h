@@ -46,7 +46,7 @@ struct DistributedDataParallelOptions {
   // DType::float16 or DType::bfloat16, in which float gradients are sent. They are summed in float32.
   std::optional<DType> gradient_dtype = {};
 
-  // The timeout of each operation between the ranks; empty: the Communicator's.
+  // How long an operation between the ranks waits for the others; empty: as long as the Communicator's calls.
   std::optional<double> timeout_seconds = {};
 
   // The order of an earlier training, from bucket_order(): a resumed one then has the same bits.

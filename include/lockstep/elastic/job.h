@@ -10,15 +10,14 @@
 
 namespace lockstep {
 
-namespace elastic {
+namespace cluster {
 class ConnectedStores;
+}
+namespace elastic {
 class Registry;
 struct Change;
 struct Members;
 }  // namespace elastic
-
-// How long a process waits until all processes of its job have come.
-inline constexpr double kStartTimeoutSeconds = 300;
 
 // Makes Groups from what a launcher set up. Strategies, DistributedDataParallel, Horovod and Estimator all use it.
 //
@@ -87,7 +86,7 @@ class Job {
   // Return the members, and the stores in which they write who is one.
   const elastic::Members& members() const;
   std::shared_ptr<elastic::Registry> registry() const;
-  std::shared_ptr<elastic::ConnectedStores> stores() const;
+  std::shared_ptr<cluster::ConnectedStores> stores() const;
 
  private:
   struct State;

@@ -25,7 +25,7 @@ class Membership;
 }
 
 struct DeviceMeshOptions {
-  double timeout_seconds = kDefaultTimeoutSeconds;  // of each call of its Communicators
+  double timeout_seconds = kDefaultTimeoutSeconds;  // how long a call of its Communicators waits for the other ranks
   GroupOptions group = {};                          // how the processes communicate
 
   // For a ModelParallelStrategy with `elastic`. Ranks stay in the order of the launcher. The first axis gets shorter
@@ -85,8 +85,8 @@ class DeviceMesh {
   std::shared_ptr<elastic::Membership> membership() const;
 
   // Goes on with the job's next generation: the first axis gets as long as that generation needs. Collective over its
-  // ranks, between steps. `timeout_seconds`: until they have come.
-  void regroup(double timeout_seconds) const;
+  // ranks, between steps. `regroup_seconds`: until they have come.
+  void regroup(double regroup_seconds) const;
 
   // This rank's number among those with the same coordinate on the first axis.
   int part() const;

@@ -42,11 +42,11 @@ class RemoteValue {
  private:
   friend class ClusterCoordinator;
   RemoteValue(std::shared_ptr<parameter_server::StepQueue> queue, std::shared_ptr<parameter_server::StepResult> result,
-              double timeout_seconds)
-      : queue_(std::move(queue)), result_(std::move(result)), timeout_seconds_(timeout_seconds) {}
+              double step_seconds)
+      : queue_(std::move(queue)), result_(std::move(result)), step_seconds_(step_seconds) {}
   std::shared_ptr<parameter_server::StepQueue> queue_;
   std::shared_ptr<parameter_server::StepResult> result_;
-  double timeout_seconds_ = 0;
+  double step_seconds_ = 0;
 };
 
 // A value of each worker's own. A shared handle; one thread.

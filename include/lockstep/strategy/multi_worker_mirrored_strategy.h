@@ -20,6 +20,9 @@ struct CommunicationOptions {
                                              // a sixteenth of them, 1 to 25
   double first_bucket_mb = 1;                // the first, which is ready first
   std::optional<DType> gradient_dtype = {};  // DType::float16 or DType::bfloat16: what float gradients are sent as
+
+  // How long workers wait for each other in one call: to reduce a gradient, to agree, to make copies equal. A replica
+  // waits a little longer for the other replicas of its worker.
   double timeout_seconds = kDefaultTimeoutSeconds;
 };
 
@@ -44,8 +47,11 @@ struct ElasticOptions {
   // ClusterError.
   int min_workers = 1;
   double join_seconds = 30;
-  double regroup_seconds = 10;   // how long those that remain wait for each other
-  double lost_host_seconds = 3;  // a host that does not answer for so long is lost; from 3 to a day
+
+  // How long those that remain wait for each other.
+  double regroup_seconds = kRegroupTimeoutSeconds;
+  // A host that does not answer for so long is lost; from 3 to a day.
+  double lost_host_seconds = kElasticLostHostSeconds;
 
   // Empty: the data set's batches are global, and the weights those of a run with a constant number of workers. Else
   // they are a worker's, for fit alone: ElasticLoop throws InvalidArgument.
@@ -81,7 +87,7 @@ struct MultiWorkerMirroredOptions {
   // shard_optimizer_state.
   bool replace_differing_copies = false;
 
-  double start_timeout_seconds = 300;  // until all workers have come
+  double start_timeout_seconds = kStartTimeoutSeconds;  // until all workers have come
 };
 
 // A copy of every variable on each device of every worker, kept equal bit for bit. All workers run the same program:

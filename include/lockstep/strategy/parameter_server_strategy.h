@@ -43,10 +43,12 @@ struct ParameterServerOptions {
   std::optional<int> num_ps = {};
   bool evaluator = false;
 
-  double timeout_seconds = kDefaultTimeoutSeconds;  // of a step
-  double start_timeout_seconds = 300;               // until all processes have come
-  double reconnect_timeout_seconds = 60;            // until a process that does not answer is given up
-  std::optional<Cluster> cluster = {};              // instead of what the environment says
+  // How long the chief waits for the next step to finish, and a process for servers in one call.
+  double timeout_seconds = kDefaultTimeoutSeconds;
+  double start_timeout_seconds = kStartTimeoutSeconds;          // until all processes have come
+  double reconnect_timeout_seconds = kReconnectTimeoutSeconds;  // until a process that does not answer is given up
+
+  std::optional<Cluster> cluster = {};  // instead of what the environment says
 };
 
 // All processes of the job run the same program: they make the same strategies, models and calls (compile, fit,

@@ -167,9 +167,9 @@ struct MirroredOptions {
   // a core.
   std::vector<std::string> devices = {};
   CrossDeviceOps cross_device_ops = CrossDeviceOps::one_pass;
-  std::string reduce_to_device = {};  // reduction_to_one_device: which; empty: the first
-  int threads_per_replica = 0;        // that LibTorch's operators use; 0: an equal share of the cores
-  double timeout_seconds = kDefaultTimeoutSeconds;
+  std::string reduce_to_device = {};                // reduction_to_one_device: which; empty: the first
+  int threads_per_replica = 0;                      // that LibTorch's operators use; 0: an equal share of the cores
+  double timeout_seconds = kDefaultTimeoutSeconds;  // how long a replica waits for the others in a step
 };
 
 // A copy of every variable on each device, kept equal bit for bit.
@@ -180,9 +180,9 @@ class MirroredStrategy : public Strategy {
 };
 
 struct CentralStorageOptions {
-  std::vector<std::string> compute_devices = {};  // as MirroredOptions::devices
-  int threads_per_replica = 0;                    // as MirroredOptions
-  double timeout_seconds = kDefaultTimeoutSeconds;
+  std::vector<std::string> compute_devices = {};    // as MirroredOptions::devices
+  int threads_per_replica = 0;                      // as MirroredOptions
+  double timeout_seconds = kDefaultTimeoutSeconds;  // as MirroredOptions
 };
 
 // Variables once, on the CPU; every replica computes with them.

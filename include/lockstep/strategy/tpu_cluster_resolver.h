@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "lockstep/base/deadline.h"
 #include "lockstep/cluster/cluster.h"
 
 namespace lockstep {
@@ -26,7 +27,9 @@ struct TPUClusterResolverOptions {
   // The processes that use a TPU of several hosts together, one on each. Empty: what the environment says
   // (resolve_cluster); without any of its variables, this process uses the chips of its host alone.
   std::optional<Cluster> cluster = {};
-  double start_timeout_seconds = 300;  // until all processes have come; then until all have opened their devices
+
+  // Until all processes have come; then until all have opened their devices.
+  double start_timeout_seconds = kStartTimeoutSeconds;
 };
 
 // The TPU that a program uses. A value.

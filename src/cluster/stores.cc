@@ -1,4 +1,4 @@
-#include "elastic/stores.h"
+#include "cluster/stores.h"
 
 #include <algorithm>
 #include <random>
@@ -10,7 +10,7 @@
 #include "lockstep/base/error.h"
 #include "transport/socket.h"
 
-namespace lockstep::elastic {
+namespace lockstep::cluster {
 namespace {
 
 constexpr std::chrono::milliseconds kToConnect(500), kToAnswer(1000), kToAskAgain(1000);
@@ -54,7 +54,7 @@ void ConnectedStores::forget(const std::string& address) {
 std::string ConnectedStores::compare_set(const std::string& store, const std::string& key, const std::string& expected,
                                          const std::string& desired) {
   if (store == here_.address()) {
-    const auto longest = cluster::is_etcd(store) ? kForEtcdToAnswer : kToAnswerHere;
+    const auto longest = is_etcd(store) ? kForEtcdToAnswer : kToAnswerHere;
     return here_.compare_set(key, expected, desired, Deadline::after(longest));
   }
   const auto there = at(store);
@@ -108,4 +108,4 @@ void ConnectedStores::pause(double longest_seconds) {
       std::chrono::duration<double>(std::uniform_real_distribution<>(0, longest_seconds)(random)));
 }
 
-}  // namespace lockstep::elastic
+}  // namespace lockstep::cluster

@@ -13,7 +13,7 @@
 #include "base/mutex.h"
 #include "lockstep/cluster/store.h"
 
-namespace lockstep::elastic {
+namespace lockstep::cluster {
 
 class Stores {
  public:
@@ -83,4 +83,4 @@ class ConnectedStores final : public Stores {
   std::map<std::string, Place> places_ LOCKSTEP_GUARDED_BY(mutex_);  // [address]
 };
 
-}  // namespace lockstep::elastic
+}  // namespace lockstep::cluster
