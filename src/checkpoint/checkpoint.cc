@@ -13,8 +13,8 @@
 #include "checkpoint/files.h"
 #include "checkpoint/folder_lock.h"
 #include "checkpoint/own_files.h"
-#include "checkpoint/safetensors.h"
 #include "checkpoint/sharded_archive.h"
+#include "checkpoint/state.h"
 #include "checkpoint/survey.h"
 
 namespace lockstep {
@@ -194,11 +194,8 @@ std::string place_of_files(const std::string& path, const Archive& archive, cons
 
 }  // namespace
 
-Checkpoint::Checkpoint(std::map<std::string, Trackable> objects) : objects_(std::move(objects)) {
-  for (const auto& [name, object] : objects_) {
-    if (object.ranks.size() > 1) ranks_ = object.ranks;
-  }
-}
+Checkpoint::Checkpoint(std::map<std::string, Trackable> objects)
+    : objects_(std::move(objects)), ranks_(checkpoint::compose({objects_.begin(), objects_.end()}).ranks) {}
 
 void Checkpoint::write(const std::string& path) const {
   Archive archive;
@@ -243,19 +240,15 @@ std::string Checkpoint::save(const std::string& prefix) {
 void Checkpoint::restore(const std::string& path) {
   Archive archive;
   ranks_.run_on_rank_0([&] { archive = read(path); });
-  if (ranks_.size() > 1) {
-    const auto bytes = ranks_.broadcast(ranks_.rank() == 0 ? checkpoint::print_archive(archive) : "");
-    archive = checkpoint::parse_archive(checkpoint_file(path), std::as_bytes(std::span(bytes)));
-  }
+  archive = checkpoint::from_rank_0(checkpoint_file(path), std::move(archive), ranks_);
   const auto counter = archive.integer("save_counter");
-  std::vector<std::function<void()>> changes;
-  for (const auto& [name, object] : objects_) changes.push_back(object.load(archive, name));
+  const auto change_objects = checkpoint::compose({objects_.begin(), objects_.end()}).load(archive, "");
   for (const bool change : {false, true}) {
     for (const auto& [name, object] : objects_) {
       if (object.files.load) object.files.load(place_of_files(path, archive, name), change);
     }
   }
-  for (const auto& change : changes) change();
+  change_objects();
   save_counter_ = counter;
 }
 

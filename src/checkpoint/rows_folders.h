@@ -14,12 +14,13 @@
 namespace lockstep::checkpoint {
 
 // Entries of the main file. "rows/FOLDER/FILE" has the names of the file's tensors, and "OBJECT/files" the place of an
-// object's own checkpoint. The last two have the folder of the files with tables, and how many servers have written
-// some.
+// object's own checkpoint. Two have the folder of the files with tables, and how many servers have written some.
+// "servers/uncounted/NUMBER" has the results of a step that the checkpoint does not count.
 inline constexpr const char* kListedRows = "rows/";
 inline constexpr const char* kListedFiles = "/files";
 inline constexpr const char* kTablesFolder = "servers/tables/folder";
 inline constexpr const char* kTablesServers = "servers/tables/servers";
+inline constexpr const char* kUncountedSteps = "servers/uncounted/";
 
 // The places in PATH.rows that a main file's entries name. Names that would lead out of PATH.rows are left out.
 std::vector<std::string> listed_places(const std::map<std::string, std::string>& entries);

@@ -72,9 +72,8 @@ void CheckpointSaver::save() {
   saved_at_ = Clock::now();
   const auto path = (std::filesystem::path(config_.model_dir) / text("model.ckpt-", saved_)).string();
   auto& impl = unwrap(model());
-  const auto archive = impl.save_state();
+  impl.lead->write({.path = path});
   impl.topology.all.run_on_rank_0([&] {
-    write_archive(path, archive);
     record_checkpoint(path, kept_, config_.keep_checkpoint_max);
     log_info(text("saved ", path));
   });
@@ -92,7 +91,7 @@ bool CheckpointSaver::save_is_due() const {
 void CheckpointSaver::tell() {
   if (!model().strategy().is_chief()) return;
   const auto step = model().iterations();
-  const double loss = unwrap(model()).tracker->batch_loss();
+  const double loss = unwrap(model()).state.tracker->batch_loss();
   if (events_ && step % config_.save_summary_steps == 0) events_->scalar("loss", step, loss);
   if (config_.log_step_count_steps == 0 || step % config_.log_step_count_steps != 0) return;
   const double rate = static_cast<double>(step - told_) / seconds_since(told_at_);

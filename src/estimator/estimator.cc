@@ -108,10 +108,11 @@ struct Estimator::State {
       throw InvalidArgument(text("Estimator: there is no checkpoint in ", config.model_dir,
                                  " to evaluate or predict with; call train first, or name one in checkpoint_path"));
     }
-    auto archive = unwrap(model).read_for_all(path);
+    auto& state = unwrap(model).state;
+    auto archive = state.read(path);
     const bool trained = archive.entries.contains("optimizer/iterations");
     const auto steps = trained ? archive.integer("optimizer/iterations") : 0;
-    unwrap(model).load_weights(std::move(archive));
+    state.load_weights(std::move(archive));
     return steps;
   }
 
@@ -256,14 +257,14 @@ void StopAtStepHook::on_train_begin() {
 
 // Asks for the stop before the last step, so that all workers agree on it in that step.
 void StopAtStepHook::on_train_batch_begin(std::int64_t /*batch*/) {
-  asked_ = model().iterations() + 1 >= last_step_ && !unwrap(model()).stopping;
+  asked_ = model().iterations() + 1 >= last_step_ && !unwrap(model()).fit.stopping;
   if (asked_) model().stop_training();
 }
 
 // Takes the request back where the step did not count, because its gradients were not finite.
 void StopAtStepHook::on_train_batch_end(std::int64_t /*batch*/, const Logs& /*logs*/) {
   if (!asked_ || model().iterations() >= last_step_) return;
-  unwrap(model()).stopping = unwrap(model()).agreed_to_stop = false;
+  unwrap(model()).fit.stopping = unwrap(model()).fit.agreed_to_stop = false;
 }
 
 }  // namespace lockstep

@@ -11,7 +11,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/state.h"
 #include "horovod/broadcast_bytes.h"
 #include "horovod/generations.h"
 #include "horovod/session.h"
@@ -97,29 +97,17 @@ int State::newest_rank() {
   return static_cast<int>(newest - commits.begin());
 }
 
-ObjectState::ObjectState(std::map<std::string, Trackable> objects) : objects_(std::move(objects)), saved_(print()) {}
+ObjectState::ObjectState(std::map<std::string, Trackable> objects)
+    : all_(checkpoint::compose({objects.begin(), objects.end()})), saved_(checkpoint::print_state(all_)) {}
 
-void ObjectState::save() { saved_ = print(); }
-void ObjectState::restore() { take(saved_); }
+void ObjectState::save() { saved_ = checkpoint::print_state(all_); }
+void ObjectState::restore() { checkpoint::parse_state("an elastic state", saved_, all_)(); }
 void ObjectState::sync() { sync_from(newest_rank()); }
 
 void ObjectState::sync_from(int root) {
   saved_ = broadcast_bytes(
-      "sync of an elastic state's objects", [this] { return print(); }, root);
-  take(saved_);
-}
-
-std::string ObjectState::print() const {
-  Archive archive;
-  for (const auto& [name, object] : objects_) object.save(archive, name);
-  return checkpoint::print_archive(archive);
-}
-
-void ObjectState::take(const std::string& printed) const {
-  const auto archive = checkpoint::parse_archive("an elastic state", std::as_bytes(std::span(printed)));
-  std::vector<std::function<void()>> changes;
-  for (const auto& [name, object] : objects_) changes.push_back(object.load(archive, name));
-  for (const auto& change : changes) change();
+      "sync of an elastic state's objects", [this] { return checkpoint::print_state(all_); }, root);
+  ObjectState::restore();
 }
 
 struct TorchState::Copy {

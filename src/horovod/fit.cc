@@ -5,7 +5,7 @@
 
 #include "base/hash.h"
 #include "base/text.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/state.h"
 #include "horovod/broadcast_bytes.h"
 #include "horovod/compression.h"
 #include "horovod/session.h"
@@ -39,13 +39,13 @@ DistributedOptimizer<Optimizer>::DistributedOptimizer(const Optimizer& inner, co
     : Optimizer(inner.shared_rule(), with_ranks(inner, options)) {}
 
 void BroadcastGlobalVariablesCallback::on_train_begin() {
-  auto& training = unwrap(model());
-  const auto save = [&] { return checkpoint::print_archive(training.save_training()); };
-  const auto bytes = broadcast_bytes("BroadcastGlobalVariables", save, root_rank_);
+  auto& state = unwrap(model()).state;
+  const auto all = state.training();
+  const auto bytes = broadcast_bytes(
+      "BroadcastGlobalVariables", [&] { return checkpoint::print_state(all); }, root_rank_);
   if (rank() == root_rank_) return;
-  training.load_training(
-      checkpoint::parse_archive("what BroadcastGlobalVariables got", std::as_bytes(std::span(bytes))))();
-  training.seed = mix(training.seed, static_cast<std::uint64_t>(rank()));
+  checkpoint::parse_state("what BroadcastGlobalVariables got", bytes, all)();
+  state.seed = mix(state.seed, static_cast<std::uint64_t>(rank()));
 }
 
 void MetricAverageCallback::on_epoch_logs(int epoch, Logs& logs) {

@@ -53,7 +53,7 @@ Example MeshExecution::own_part(const Example& part) const {
 std::shared_ptr<ReplicatedParameters> StagedExecution::make_parameters(const Example& sample) {
   const auto& strategy = unwrap(impl_.strategy);
   ops::ReplicaRandom random;
-  random.seed(std::stoull(impl_.topology.all.broadcast(std::to_string(impl_.first_seed))));
+  random.seed(std::stoull(impl_.topology.all.broadcast(std::to_string(impl_.state.first_seed))));
   const ops::ReplicaRandom::Use use(random);
   const auto device = strategy.replicas().device(0);
   const at::OptionalDeviceGuard on_device(device);
@@ -62,7 +62,7 @@ std::shared_ptr<ReplicatedParameters> StagedExecution::make_parameters(const Exa
     return compute();
   };
   const auto make = [&] {
-    auto made = impl_.make_layers(sample);
+    auto made = impl_.definition.make_layers(sample);
     for (auto& layer : made.layers) layer = layer.with_forward(in_policy);
     return made;
   };

@@ -211,7 +211,7 @@ std::shared_ptr<ReplicatedParameters> MeshParallelism::replicate(
 }
 
 std::shared_ptr<train::Execution> MeshParallelism::execution(ModelImpl& model) const {
-  if (has_stages() && model.make_layers) return std::make_shared<StagedExecution>(model, *this);
+  if (has_stages() && model.definition.make_layers) return std::make_shared<StagedExecution>(model, *this);
   return std::make_shared<MeshExecution>(model, *this);
 }
 

@@ -12,7 +12,6 @@ namespace {
 constexpr const char* kSteps = "servers/steps";
 constexpr const char* kUpdates = "servers/updates";
 constexpr const char* kModel = "servers/model";
-constexpr const char* kUncounted = "servers/uncounted/";
 
 // All servers begin their copies between two steps, the same on all. Returns the number of steps before.
 std::int64_t cut(Coordinator& coordinator, const Client& client, const std::function<void()>& write_values,
@@ -33,7 +32,7 @@ std::optional<std::int64_t> try_to_write(const Client& client, const std::string
   archive.entries[kUpdates] = std::to_string(*updates);
   archive.entries[kModel] = std::to_string(client.model());
   for (std::size_t i = 0; i < steps.uncounted.size(); ++i) {
-    archive.set_numbers(text(kUncounted, i), steps.uncounted[i]);
+    archive.set_numbers(text(checkpoint::kUncountedSteps, i), steps.uncounted[i]);
   }
   write_archive(file, archive);
   rows.keep();
@@ -84,8 +83,8 @@ std::optional<std::int64_t> model_of(const Archive& main) {
 Coordinator::Finished steps_of(const Archive& main) {
   if (!main.entries.contains(kSteps)) return {.end = main.integer("optimizer/iterations")};
   Coordinator::Finished steps{.end = main.integer(kSteps)};
-  for (int i = 0; main.entries.contains(text(kUncounted, i)); ++i) {
-    steps.uncounted.push_back(main.numbers(text(kUncounted, i)));
+  for (int i = 0; main.entries.contains(text(checkpoint::kUncountedSteps, i)); ++i) {
+    steps.uncounted.push_back(main.numbers(text(checkpoint::kUncountedSteps, i)));
   }
   if (steps.end >= 0) return steps;
   throw DataError(text("the checkpoint is of ", steps.end, " steps"));

@@ -170,7 +170,7 @@ std::vector<std::vector<std::uint64_t>> CompiledModel::seeds(Kind kind, int coun
         continue;
       }
       const ReplicaContext context(static_cast<int>(replica), unwrap(impl_.strategy));
-      seeds[replica].push_back(mix(impl_.seed, static_cast<std::uint64_t>(impl_.steps + step),
+      seeds[replica].push_back(mix(impl_.state.seed, static_cast<std::uint64_t>(impl_.state.steps + step),
                                    static_cast<std::uint64_t>(impl_.number_of(context))));
     }
   }
@@ -274,7 +274,7 @@ std::vector<PerReplica<StepResult>> CompiledModel::train(std::vector<Parts>& bat
       impl_.parameters->count_examples(static_cast<int>(replica), static_cast<double>(part.size()));
   }
   auto all = counted(launch, results, tracker);
-  impl_.steps += static_cast<std::int64_t>(all.size());
+  impl_.state.steps += static_cast<std::int64_t>(all.size());
   impl_.times.steps += static_cast<std::int64_t>(all.size());
   lap.add_to(impl_.times.total);
   return all;

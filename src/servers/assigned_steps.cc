@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "checkpoint/state.h"
 #include "lockstep/base/error.h"
 #include "servers/led_by_chief.h"
 #include "servers/local_state.h"
@@ -46,8 +47,8 @@ class AssignedSteps final : public train::StepSource {
     staleness_ = steps_ = 0;
     set_learning_rate();
     const auto steps = steps_of_an_epoch();
-    const auto& progress = impl_.progress;
-    const auto done = static_cast<std::int64_t>(std::exchange(impl_.progress.uncounted, {}).size());
+    const auto& progress = impl_.state.progress;
+    const auto done = static_cast<std::int64_t>(std::exchange(impl_.state.progress.uncounted, {}).size());
     coordinator_.open(progress.position.epoch, progress.position.index + done,
                       steps < 0 ? -1 : steps - progress.batch - done);
   }
@@ -65,13 +66,13 @@ class AssignedSteps final : public train::StepSource {
   std::vector<double> sum(std::span<const double> news) override { return {news.begin(), news.end()}; }
 
   void count(std::span<const double>) override {
-    impl_.tracker->add_sums(step_->results);
+    impl_.state.tracker->add_sums(step_->results);
     staleness_ += static_cast<double>(step_->staleness);
     ++steps_;
     impl_.gradients->updater().count_step();
-    ++impl_.steps;
-    ++impl_.progress.batch;
-    auto& now = impl_.progress;
+    ++impl_.state.steps;
+    ++impl_.state.progress.batch;
+    auto& now = impl_.state.progress;
     now.examples = ++now.position.index * batch_size_;
     now.batch_size = batch_size_;
     set_learning_rate();
@@ -99,18 +100,18 @@ class AssignedSteps final : public train::StepSource {
     const auto& client = *client_of(*impl_.gradients);
     servers_.require_known(client);
     if (servers_.tell_training(client)) store();  // a server may have been started again before
-    batch_size_ = strategy::first_element(data_, impl_.replicas(), impl_.progress.position.epoch).size();
+    batch_size_ = strategy::first_element(data_, impl_.replicas(), impl_.state.progress.position.epoch).size();
     find_position();
-    impl_.progress.batch_size = batch_size_;
+    impl_.state.progress.batch_size = batch_size_;
     coordinator_.begin(
         call_, client.model(), servers_.mode(),
         text(train::describe_fit(impl_, data_, options_, impl_.replicas()), "\n", impl_.parameters->describe_frozen()),
-        print_local_state(impl_), impl_.progress.uncounted);
+        checkpoint::print_state(impl_.state.beside_servers()), impl_.state.progress.uncounted);
   }
 
   // Finds the position in a checkpoint that was made with batches of another size.
   void find_position() {
-    auto& now = impl_.progress;
+    auto& now = impl_.state.progress;
     const bool at_begin = now.position.index == 0 && now.uncounted.empty();
     if (at_begin || now.batch_size == batch_size_) return;
     if (now.batch_size == 0 || now.examples % batch_size_ != 0 || !now.uncounted.empty()) {

@@ -51,8 +51,7 @@ class Evaluator {
   }
 
   void load(const Archive& archive) {
-    train::check_weights(archive, *impl_.parameters);
-    ReplicatedModule(impl_.parameters).trackable().load(archive, "")();
+    impl_.state.weights().load(archive, "")();
     impl_.gradients->updater().set_iterations(archive.integer("optimizer/iterations"));
   }
 

@@ -2,6 +2,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "checkpoint/state.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/chief_state.h"
 #include "servers/follow_checkpoints.h"
@@ -108,7 +109,7 @@ class Worker {
       if (!printed) continue;
       if (printed->empty()) return false;
       const auto state = ChiefState::parse(*printed);
-      load_local_state(impl_, state.values);
+      checkpoint::parse_state("the chief's model", state.values, impl_.state.beside_servers())();
       chief_ = state.chief;
       changes_ = state.changes;
       return true;
@@ -119,15 +120,15 @@ class Worker {
     const auto parts = servers_.mode().parts;
     auto batch = batches_.at({next.epoch, next.index}, next.task.part, parts);
     if (!batch) return {.kind = Report::Kind::no_batch, .task = next.task};
-    impl_.steps = next.task.step;
+    impl_.state.steps = next.task.step;
     impl_.part_of_step = next.task.part;
     impl_.gradients->remote()->fetch_changed(unwrap(impl_.strategy).deadline());
     client_of(*impl_.gradients)->begin(next);
-    impl_.tracker->reset();
+    impl_.state.tracker->reset();
     try {
       std::vector<PerReplica<internal::Part>> one{*std::move(batch)};
-      const auto results = impl_.execution->train(one, *impl_.tracker)[0];
-      return {.kind = Report::Kind::finished, .task = next.task, .results = impl_.tracker->sums_of(results)};
+      const auto results = impl_.execution->train(one, *impl_.state.tracker)[0];
+      return {.kind = Report::Kind::finished, .task = next.task, .results = impl_.state.tracker->sums_of(results)};
     } catch (const parameter_server::IncompleteUpdate& error) {
       return {.kind = Report::Kind::incomplete, .task = next.task, .error = error.what()};
     }

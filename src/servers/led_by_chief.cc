@@ -1,8 +1,11 @@
 #include "servers/led_by_chief.h"
 
+#include "base/text.h"
 #include "checkpoint/atomic_file.h"
 #include "checkpoint/files.h"
+#include "checkpoint/state.h"
 #include "data/stored_tensor.h"
+#include "lockstep/base/error.h"
 #include "parameter_server/server_checkpoint.h"
 #include "servers/local_state.h"
 #include "servers/server_reduction.h"
@@ -43,9 +46,7 @@ void LedByChief::prepare_fit(const Dataset& data) {
   impl_.build_for(data, "fit");
   const auto path = servers_.last_checkpoint(client());
   if (!path) return;
-  const auto archive = with_own_variables(read_archive(*path));
-  train::check_weights(archive, *impl_.parameters);
-  ReplicatedModule(impl_.parameters).trackable().load(archive, "")();
+  impl_.state.weights().load(with_own_variables(read_archive(*path)), "")();
   fetch();
 }
 
@@ -63,19 +64,21 @@ void LedByChief::fetch() const {
     load_reported_buffers(*impl_.parameters, servers_.coordinator().buffers());
 }
 
-void LedByChief::write_weights(const std::string& path) const {
-  once([&] { Lead::write_weights(path); });
+void LedByChief::write_file(const train::StateFile& file) const {
+  once([&] { file.weights_only ? Lead::write_file(file) : write_with_servers(file.path); });
 }
 
-void LedByChief::write_checkpoint(const std::string& path) const {
-  once([&] { write_with_servers(path); });
+void LedByChief::require_background(const char* callback) const {
+  throw InvalidArgument(text(callback,
+                             ": background is not for strategies with parameter servers, which write a "
+                             "checkpoint without stopping the steps anyway"));
 }
 
 // Writes a checkpoint in which servers write the values that they have.
 void LedByChief::write_with_servers(const std::string& path) const {
   const auto own_state = [&] {
     load_reported_buffers(*impl_.parameters, servers_.coordinator().buffers());
-    auto archive = impl_.save_state();
+    auto archive = checkpoint::archive_of(impl_.state.all());
     for (const auto& slot : impl_.parameters->slots()) {
       if (slot.trainable) archive.tensors.erase(slot.name);
     }
@@ -96,10 +99,10 @@ void LedByChief::load_with_servers(const std::string& path) const {
   const auto file = checkpoint::absolute_path(checkpoint_file(path)).string();
   const auto archive = with_own_variables(read_archive(file));
   servers_.coordinator().require_idle(client().model());
-  impl_.load_state(archive, [&] {
-    client().check_restore(file, deadline_of(impl_));
-    servers_.restore(client(), file, parameter_server::model_of(archive), deadline_of(impl_));
-  });
+  const auto change = impl_.state.all().load(archive, "");
+  client().check_restore(file, deadline_of(impl_));
+  servers_.restore(client(), file, parameter_server::model_of(archive), deadline_of(impl_));
+  change();
   servers_.coordinator().resume(client().model(), servers_.mode(), parameter_server::steps_of(archive).end);
   tell_workers();
   fetch();
@@ -122,7 +125,7 @@ void LedByChief::tell_of_weights() const {
 
 // Tells the workers that they have older values of the state that is not on servers.
 void LedByChief::tell_workers() const {
-  if (is_in_fit()) return servers_.coordinator().change_state(print_local_state(impl_));
+  if (is_in_fit()) return servers_.coordinator().change_state(checkpoint::print_state(impl_.state.beside_servers()));
   servers_.coordinator().forget_buffers();
 }
 

@@ -34,13 +34,14 @@ class LedByChief final : public train::Lead {
   void fetch() const override;
 
   void fetch_before_saving() const override { fetch(); }
-  void write_weights(const std::string& path) const override;
-  void write_checkpoint(const std::string& path) const override;
   void load_checkpoint(const std::string& path) const override;
+  void write_first_backup(const std::string& path) const override { write_file({.path = path}); }
+  void require_background(const char* callback) const override;
   void tell_of_weights() const override;
-  bool has_servers_checkpoints() const override { return true; }
 
  protected:
+  // Servers write their variables into a checkpoint while workers go on with their steps.
+  void write_file(const train::StateFile& file) const override;
   std::optional<std::string> begin(const std::string& name, const Follow& follow) override;
   void end(const std::function<std::string()>& outcome) override;
   void fail(const std::exception& error) override;

@@ -5,12 +5,9 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
-#include <span>
 #include <utility>
 
 #include "base/text.h"
-#include "checkpoint/safetensors.h"
-#include "data/stored_tensor.h"
 #include "gradient/tensor_hash.h"
 #include "lockstep/base/error.h"
 
@@ -27,34 +24,6 @@ Tensor tensor_of(const std::string& bytes, const Tensor& like) {
 }
 
 }  // namespace
-
-std::string print_local_state(const ModelImpl& impl) {
-  const auto& parameters = *impl.parameters;
-  Archive archive;
-  archive.entries["seed"] = std::to_string(static_cast<std::int64_t>(impl.seed));
-  for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
-    const auto& slot = parameters.slots()[i];
-    if (!slot.trainable) archive.tensors[slot.name] = data::to_stored(parameters.parameter(0, i));
-  }
-  const auto averages = parameters.average_buffers();
-  for (std::size_t i = 0; i < averages.size(); ++i)
-    archive.tensors[parameters.buffer_names()[i]] = data::to_stored(averages[i]);
-  return checkpoint::print_archive(archive);
-}
-
-void load_local_state(ModelImpl& impl, const std::string& printed) {
-  auto& parameters = *impl.parameters;
-  const auto archive = checkpoint::parse_archive("the chief's model", std::as_bytes(std::span(printed)));
-  impl.seed = static_cast<std::uint64_t>(archive.integer("seed"));
-  for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
-    const auto& slot = parameters.slots()[i];
-    if (!slot.trainable) parameters.assign(i, data::from_stored(archive.tensor(slot.name)));
-  }
-  for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
-    parameters.assign_buffer(i, data::from_stored(archive.tensor(parameters.buffer_names()[i])));
-  }
-  parameters.forget_seen();
-}
 
 ChangedBuffers::ChangedBuffers(const ReplicatedParameters& parameters) : parameters_(parameters) {
   for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {

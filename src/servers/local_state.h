@@ -1,4 +1,4 @@
-// The state of a model beside the variables of parameter servers: frozen parameters, buffers, and the seed.
+// The buffers of a model whose variables are on parameter servers: workers report them to the chief.
 #pragma once
 
 #include <cstdint>
@@ -6,13 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "train/model_impl.h"
+#include "gradient/replicated_parameters.h"
+#include "lockstep/ops/tensor.h"
 
 namespace lockstep::servers {
-
-// Print the chief's state, and load it on a worker, which throws DataError for other bytes.
-std::string print_local_state(const ModelImpl& impl);
-void load_local_state(ModelImpl& impl, const std::string& printed);
 
 // A worker's buffers, such as BatchNorm's running statistics, which it reports to the chief when they have changed.
 class ChangedBuffers {

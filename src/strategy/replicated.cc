@@ -11,6 +11,7 @@
 
 #include "base/text.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/state.h"
 #include "data/stored_tensor.h"
 #include "gradient/gradient_path.h"
 #include "lockstep/base/error.h"
@@ -20,11 +21,9 @@
 namespace lockstep {
 namespace {
 
-constexpr const char* kSeen = "examples";  // of each replica, beside its buffers
+using checkpoint::joined;
 
-std::string joined(const std::string& prefix, const std::string& name) {
-  return prefix.empty() ? name : prefix + "/" + name;
-}
+constexpr const char* kSeen = "examples";  // of each replica, beside its buffers
 
 // Returns the deadline for devices that run compiled programs: they may take as long as other replicas.
 Deadline for_devices() { return Deadline::after(std::chrono::duration<double>(kDefaultTimeoutSeconds)); }
@@ -108,12 +107,7 @@ void ReplicatedModule::train(bool on) const {
 }
 
 Trackable ReplicatedModule::trackable() const {
-  auto all = strategy::values_of(impl_, strategy::Values::all, strategy::Whose::of_all_workers);
-  all.save = [parameters = impl_, save = all.save](Archive& archive, const std::string& prefix) {
-    parameters->warn_of_difference();
-    save(archive, prefix);
-  };
-  return all;
+  return strategy::values_of(impl_, strategy::Values::all, strategy::Whose::of_all_workers);
 }
 
 Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Whose whose,
@@ -126,6 +120,7 @@ Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& param
   };
   const bool of_all = whose == Whose::of_all_workers;
   const auto save = [parameters, each, of_all](Archive& archive, const std::string& prefix) {
+    if (of_all) parameters->warn_of_difference();
     parameters->fetch(for_devices());
     const auto save_own = [&](Archive& mine) {
       each([&](std::size_t slot, const std::string& name) {

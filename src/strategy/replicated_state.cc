@@ -3,9 +3,16 @@
 #include <vector>
 
 #include "base/text.h"
+#include "checkpoint/state.h"
 #include "lockstep/base/error.h"
+#include "lockstep/strategy/replicated.h"
 
 namespace lockstep {
+namespace {
+
+constexpr const char *kModel = "model", *kOptimizer = "optimizer";
+
+}  // namespace
 
 std::string strategy::name_of_state(const StateSpec& state, const std::string& parameter) {
   return state.name + "/" + parameter;
@@ -20,7 +27,7 @@ void strategy::check_states(const Archive& archive, const std::string& prefix, c
   bool any_has = false;
   for (const auto& slot : gradients.parameters().slots()) {
     const auto name = name_of_state(states[0], slot.name);
-    const bool has = archive.tensors.contains(prefix.empty() ? name : prefix + "/" + name);
+    const bool has = archive.tensors.contains(checkpoint::joined(prefix, name));
     any_has = any_has || has;
     if (slot.trainable && !has) without.push_back(slot.name);
   }
@@ -39,6 +46,30 @@ void strategy::check_states(const Archive& archive, const std::string& prefix, c
            ", which are trained here, and were frozen when it was saved. To go on with that training, freeze them "
            "(requires_grad_(false)), call compile, and load the checkpoint. To train them too, load the weights alone: "
            "by load_weights, or, of a Checkpoint, the module; the optimizer then begins anew"));
+}
+
+Trackable strategy::update_of(const std::shared_ptr<ReplicatedParameters>& parameters,
+                              const std::shared_ptr<GradientPath>& gradients) {
+  if (!gradients->completes_updates()) {
+    return checkpoint::compose({{kModel, values_of(parameters, Values::all, Whose::of_this_worker)},
+                                {kOptimizer, ReplicatedOptimizer(gradients).trackable()}});
+  }
+  auto counters = counters_of(gradients);
+  counters.load = [gradients, load = counters.load](const Archive& archive,
+                                                    const std::string& prefix) -> std::function<void()> {
+    const auto iterations = archive.integer(checkpoint::joined(prefix, "iterations"));
+    return [gradients, iterations, change = load(archive, prefix)] {
+      if (iterations > gradients->updater().iterations()) gradients->complete_update();
+      change();
+    };
+  };
+  return checkpoint::compose({{kOptimizer, counters}});
+}
+
+Trackable strategy::newcomers_part_of(const std::shared_ptr<ReplicatedParameters>& parameters,
+                                      const std::shared_ptr<GradientPath>& gradients) {
+  return checkpoint::compose({{kModel, values_of(parameters, Values::untrained, Whose::of_this_worker)},
+                              {kOptimizer, counters_of(gradients)}});
 }
 
 }  // namespace lockstep

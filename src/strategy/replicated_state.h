@@ -11,7 +11,8 @@
 namespace lockstep::strategy {
 
 // A module's values: all parameters, or those that are not trained, with the buffers. `of_all_workers`: whole
-// parameters, and the buffers' mean over all replicas; saving and loading are collective. `of_this_worker`: this
+// parameters, and the buffers' mean over all replicas; saving and loading are collective, and saving warns where
+// replicas differ. `of_this_worker`: this
 // worker's parts of the parameters, and the mean over its own replicas. Loading leaves the values whose names are in
 // `left`.
 enum class Values { all, untrained };
@@ -27,5 +28,14 @@ void check_states(const Archive& archive, const std::string& prefix, const Gradi
 
 // Returns the optimizer's state without that of its rule. Not collective.
 Trackable counters_of(const std::shared_ptr<GradientPath>& gradients);
+
+// Returns the state that an update changes, for a worker that lacks it: this worker's values and buffers, and the
+// optimizer's state. Where the optimizer completes its state by itself: its counters alone. Not collective.
+Trackable update_of(const std::shared_ptr<ReplicatedParameters>& parameters,
+                    const std::shared_ptr<GradientPath>& gradients);
+
+// Returns the state of a newcomer that GradientPath::regroup does not bring. Not collective.
+Trackable newcomers_part_of(const std::shared_ptr<ReplicatedParameters>& parameters,
+                            const std::shared_ptr<GradientPath>& gradients);
 
 }  // namespace lockstep::strategy

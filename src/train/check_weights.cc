@@ -57,8 +57,8 @@ std::vector<std::string> problems_of_all(const ReplicatedParameters& parameters,
 // Returns true for tensors of a full checkpoint that are no weights.
 bool is_reserved(const std::string& name) {
   const auto folder = name.substr(0, name.find('/'));
-  return folder != name &&
-         (folder == ModelImpl::kOptimizer || folder == ModelImpl::kCallback || folder == ModelImpl::kReplica);
+  return folder != name && (folder == train::ModelState::kOptimizer || folder == train::ModelState::kCallback ||
+                            folder == train::ModelState::kReplica);
 }
 
 std::vector<std::string> shortened(std::vector<std::string> lines) {
@@ -129,11 +129,13 @@ std::set<std::string> train::check_weights(const Archive& archive, const Replica
   return found.left;
 }
 
-void train::load_weights(const Archive& archive, const LoadWeightsOptions& options,
-                         const std::shared_ptr<ReplicatedParameters>& parameters, const std::function<void()>& fetch) {
+std::function<void()> train::change_weights(const Archive& archive, const LoadWeightsOptions& options,
+                                            const std::shared_ptr<ReplicatedParameters>& parameters,
+                                            const std::function<void()>& fetch) {
   const auto left = check_weights(archive, *parameters, options);
   if (!left.empty() && fetch) fetch();
-  strategy::values_of(parameters, strategy::Values::all, strategy::Whose::of_all_workers, left).load(archive, "")();
+  return strategy::values_of(parameters, strategy::Values::all, strategy::Whose::of_all_workers, left)
+      .load(archive, "");
 }
 
 }  // namespace lockstep

@@ -56,7 +56,7 @@ void compare_states(const Model& model) {
   }
   impl.topology.peers.check_all_agree(
       "starting points (broadcast what one restored at the beginning of the training)",
-      text("step ", model.iterations(), "\nepoch ", impl.progress.epoch, "\nbatch ", impl.progress.batch));
+      text("step ", model.iterations(), "\nepoch ", impl.state.progress.epoch, "\nbatch ", impl.state.progress.batch));
 }
 
 std::string describe_member(const ModelImpl& impl, const Dataset& data, const FitOptions& options) {

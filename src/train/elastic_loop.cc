@@ -5,13 +5,13 @@
 #include <utility>
 
 #include "base/text.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/state.h"
 #include "lockstep/base/error.h"
 #include "optimizer/describe.h"
+#include "strategy/replicated_state.h"
 #include "strategy/strategy_impl.h"
 #include "train/signal_guard.h"
 #include "train/training.h"
-#include "train/update_state.h"
 
 namespace lockstep {
 namespace {
@@ -19,7 +19,12 @@ namespace {
 constexpr const char *kLoop = "loop", *kEpoch = "epoch", *kIndex = "index", *kSteps = "steps", *kSections = "sections",
                      *kSeed = "seed";
 
-std::string joined(const std::string& prefix, const char* name) { return prefix.empty() ? name : prefix + "/" + name; }
+using checkpoint::joined;
+
+template <class Handle>
+const auto& pointer(const Handle& handle) {
+  return internal::Unwrap::pointer(handle);
+}
 
 // How far a loop has come.
 struct Place {
@@ -28,20 +33,24 @@ struct Place {
   std::int64_t sections = 0;  // sections completed: steps, and other calls
   std::uint64_t seed = 0;     // the replicas' random numbers follow from it and `sections`
 
-  void save(Archive& archive, const std::string& prefix) const {
-    const auto set = [&](const char* name, auto value) { archive.entries[joined(prefix, name)] = text(value); };
-    set(kEpoch, position.epoch);
-    set(kIndex, position.index);
-    set(kSteps, steps);
-    set(kSections, sections);
-    set(kSeed, static_cast<std::int64_t>(seed));
-  }
-  static Place load(const Archive& archive, const std::string& prefix) {
-    const auto get = [&](const char* name) { return archive.integer(joined(prefix, name)); };
-    return {.position = {.epoch = get(kEpoch), .index = get(kIndex)},
-            .steps = get(kSteps),
-            .sections = get(kSections),
-            .seed = static_cast<std::uint64_t>(get(kSeed))};
+  Trackable trackable() {
+    const auto save = [this](Archive& archive, const std::string& prefix) {
+      const auto set = [&](const char* name, auto value) { archive.entries[joined(prefix, name)] = text(value); };
+      set(kEpoch, position.epoch);
+      set(kIndex, position.index);
+      set(kSteps, steps);
+      set(kSections, sections);
+      set(kSeed, static_cast<std::int64_t>(seed));
+    };
+    const auto load = [this](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+      const auto get = [&](const char* name) { return archive.integer(joined(prefix, name)); };
+      const Place loaded{.position = {.epoch = get(kEpoch), .index = get(kIndex)},
+                         .steps = get(kSteps),
+                         .sections = get(kSections),
+                         .seed = static_cast<std::uint64_t>(get(kSeed))};
+      return [this, loaded] { *this = loaded; };
+    };
+    return {save, load};
   }
 };
 
@@ -108,8 +117,6 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   std::int64_t steps() const override { return place.steps; }
   void set_steps(std::int64_t steps) override { place.steps = steps; }
   std::int64_t updates() const override { return unwrap(optimizer_).decided_steps(); }
-  std::string print_update() override { return train::print_update(module_, optimizer_); }
-  void take_update(const std::string& printed) override { train::take_update(module_, optimizer_, printed); }
   bool leaves_in_turn() const override { return unwrap(optimizer_).divides_state(); }
   void use_new_group() override { unwrap(optimizer_).regroup(); }
 
@@ -153,26 +160,11 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
                 optimizer::describe(gradients.updater().optimizer()), "\n", names);
   }
 
-  std::string print_part() override {
-    Archive archive;
-    train::save_for_newcomer(module_, optimizer_, archive);
-    return checkpoint::print_archive(archive);
-  }
-
-  std::string print_state() override {
-    Archive archive;
-    for (const auto& [name, object] : objects_) object.save(archive, "objects/" + name);
-    place.save(archive, kLoop);
-    return checkpoint::print_archive(archive);
-  }
-
-  void take_state(std::string_view printed, std::string_view printed_part) override {
-    const auto archive = train::parse_state(printed);
-    std::vector<std::function<void()>> changes{
-        train::load_of_newcomer(module_, optimizer_, train::parse_state(printed_part))};
-    for (const auto& [name, object] : objects_) changes.push_back(object.load(archive, "objects/" + name));
-    place = Place::load(archive, kLoop);
-    for (const auto& change : changes) change();
+  Trackable update() override { return strategy::update_of(pointer(module_), pointer(optimizer_)); }
+  Trackable part() override { return strategy::newcomers_part_of(pointer(module_), pointer(optimizer_)); }
+  Trackable common() override {
+    checkpoint::Parts objects(objects_.begin(), objects_.end());
+    return checkpoint::compose({{"objects", checkpoint::compose(std::move(objects))}, {kLoop, place.trackable()}});
   }
 
   const ReplicatedModule module_;
@@ -206,12 +198,9 @@ ElasticLoop::Numbers ElasticLoop::run_section(const std::function<Numbers()>& ac
 }
 
 Trackable ElasticLoop::trackable() {
-  auto& place = impl_->place;
-  const auto save = [&place](Archive& archive, const std::string& prefix) { place.save(archive, prefix); };
-  const auto load = [&place](const Archive& archive, const std::string& prefix) -> std::function<void()> {
-    return [&place, loaded = Place::load(archive, prefix)] { place = loaded; };
-  };
-  return {save, load, impl_->strategy().topology().all};
+  auto place = impl_->place.trackable();
+  place.ranks = impl_->strategy().topology().all;
+  return place;
 }
 
 std::int64_t ElasticLoop::steps() const { return impl_->steps(); }

@@ -13,7 +13,8 @@ std::shared_ptr<Execution> Execution::of(ModelImpl& impl) {
 }
 
 std::shared_ptr<ReplicatedParameters> Execution::make_parameters(const Example& sample) {
-  return strategy::replicate_modules(unwrap(impl_.strategy), impl_.first_seed, [&] { return impl_.make(sample); });
+  return strategy::replicate_modules(unwrap(impl_.strategy), impl_.state.first_seed,
+                                     [&] { return impl_.definition.make(sample); });
 }
 
 std::string batch_named(const Example& part) {
@@ -29,12 +30,12 @@ void Execution::require_gradient(const Tensor& loss) {
 }
 
 Tensor Execution::forward(int replica, const Tensor& x) const {
-  return impl_.forward(impl_.parameters->module(replica), x);
+  return impl_.definition.forward(impl_.parameters->module(replica), x);
 }
 
 Tensor Execution::outputs_of(int replica, const Example& part) const {
   // Some layers would take one example for a batch. A module of the user's own may accept both.
-  if (!impl_.layers.empty() && part.x.dim() + 1 == static_cast<std::int64_t>(impl_.built_for.size())) {
+  if (!impl_.definition.layers.empty() && part.x.dim() + 1 == static_cast<std::int64_t>(impl_.built_for.size())) {
     throw InvalidArgument(
         text("the model cannot take ", batch_named(part), ": it was built for batches of shape [batch, ",
              join(at::IntArrayRef(impl_.built_for).slice(1)), "]; call batch() on the data set first"));

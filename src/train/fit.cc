@@ -38,23 +38,21 @@ class Fit {
         worker_(impl_, "fit", [this] { become_chief(); }),
         training_(train::Training::of(worker_, &signals_)),
         computes_alone_(on_cpu(unwrap(impl_.strategy).replicas().devices()) && !impl_.topology.is_split) {
-    impl_.fitting = true;
-    impl_.training = training_.get();
+    impl_.fit.training = training_.get();
   }
 
   ~Fit() {
     for (const auto& callback : callbacks_) callback->detach();
-    impl_.callbacks.clear();
-    impl_.training = nullptr;
-    impl_.fitting = false;
+    impl_.state.callbacks.clear();
+    impl_.fit.training = nullptr;
   }
   Fit(const Fit&) = delete;
   Fit& operator=(const Fit&) = delete;
 
   History run() {
-    impl_.data_epochs = std::max<std::int64_t>(impl_.data_epochs, options_.initial_epoch);
-    impl_.progress = {.epoch = options_.initial_epoch, .position = {.epoch = impl_.data_epochs}};
-    impl_.stopping = impl_.agreed_to_stop = impl_.out_of_data = false;
+    impl_.state.data_epochs = std::max<std::int64_t>(impl_.state.data_epochs, options_.initial_epoch);
+    impl_.state.progress = {.epoch = options_.initial_epoch, .position = {.epoch = impl_.state.data_epochs}};
+    impl_.fit.stopping = impl_.fit.agreed_to_stop = impl_.fit.out_of_data = false;
     unwrap(impl_.strategy).workers().abort_on_error(peers(), [this] {
       build_for_first_batch();
       compare();
@@ -62,7 +60,7 @@ class Fit {
       attach_callbacks();
       train();
     });
-    if (options_.steps_per_epoch > 0) ++impl_.data_epochs;  // all epochs of this fit came from one epoch of data
+    if (options_.steps_per_epoch > 0) ++impl_.state.data_epochs;  // all epochs of this fit came from one epoch of data
     return progress().history;
   }
 
@@ -117,7 +115,7 @@ class Fit {
         });
         found = true;
         if (!change) break;
-        impl_.agreed_to_stop = false;
+        impl_.fit.agreed_to_stop = false;
         ended_epoch_.reset();
         agree();
       } catch (const StateLost&) {  // the loop tries again
@@ -130,12 +128,12 @@ class Fit {
                      progress().batch, " steps"));
   }
 
-  train::FitProgress& progress() const { return impl_.progress; }
+  train::FitProgress& progress() const { return impl_.state.progress; }
 
   bool stopping() const { return impl_.stops(); }
   void agree() {
-    training_->agree(impl_.stopping);
-    impl_.agreed_to_stop = training_->stopping();
+    training_->agree(impl_.fit.stopping);
+    impl_.fit.agreed_to_stop = training_->stopping();
   }
   const Communicator& workers() const { return impl_.topology.all; }
   const Communicator& peers() const { return impl_.topology.peers; }
@@ -149,7 +147,7 @@ class Fit {
       train::require_validation_data(validation_data_, options_, unwrap(impl_.strategy).local_replicas());
     });
     impl_.gradients->prepare();
-    impl_.tracker->reset();
+    impl_.state.tracker->reset();
     train::warn_of_copies(impl_);
   }
 
@@ -171,7 +169,7 @@ class Fit {
     std::stable_sort(callbacks_.begin(), callbacks_.end(),
                      [](const AnyCallback& a, const AnyCallback& b) { return a->order() < b->order(); });
     for (const auto& callback : callbacks_) callback->attach(model_, plan);
-    impl_.callbacks = options_.callbacks;  // in the user's order, by which checkpoints identify them
+    impl_.state.callbacks = options_.callbacks;  // in the user's order, by which checkpoints identify them
   }
 
   void run_epoch() {
@@ -194,9 +192,9 @@ class Fit {
     const auto index = progress().batch;
     each([&](Callback& callback) { callback.on_train_batch_begin(index); });
     make_step();
-    auto logs = impl_.tracker->logs();
+    auto logs = impl_.state.tracker->logs();
     steps_->add_to(logs);
-    impl_.batches_of_call = progress().batch - index;
+    impl_.fit.batches_of_call = progress().batch - index;
     each([&](Callback& callback) { callback.on_train_batch_end(progress().batch - 1, logs); });
     training_->change_workers([this] { save_at_interrupt(); });
     throw_if_interrupted();
@@ -208,12 +206,12 @@ class Fit {
     const auto train = [&] {
       if (!training_->updated()) steps_->train();
       training_->updated() = true;
-      return training_->sum_with_agreement(impl_.stopping, seconds_of_workers(), sum);
+      return training_->sum_with_agreement(impl_.fit.stopping, seconds_of_workers(), sum);
     };
     training_->run(train, [this](const auto& sums) {
       const auto of_step = training_->take_agreement(sums);
       steps_->count(of_step);
-      impl_.agreed_to_stop = training_->stopping();
+      impl_.fit.agreed_to_stop = training_->stopping();
       look_for_stragglers(of_step);
     });
   }
@@ -280,7 +278,7 @@ class Fit {
     if (progress().batch == 0 && progress().history.epoch.empty()) throw InvalidArgument("fit: the data set is empty");
     log_warning(text("fit: the data set ended after ", progress().batch, " of ", options_.steps_per_epoch,
                      " steps of epoch ", progress().epoch + 1, "; call repeat() on it to train longer"));
-    impl_.stopping = impl_.agreed_to_stop = impl_.out_of_data = true;
+    impl_.fit.stopping = impl_.fit.agreed_to_stop = impl_.fit.out_of_data = true;
   }
 
   // Reads requires_grad again: a callback may have changed it.
@@ -291,7 +289,7 @@ class Fit {
   }
 
   void finish_epoch(int epoch) {
-    auto logs = impl_.tracker->logs();
+    auto logs = impl_.state.tracker->logs();
     steps_->add_to(logs);
     if (options_.validation_data && (epoch + 1) % options_.validation_freq == 0) {
       const auto result = validate();
@@ -303,11 +301,11 @@ class Fit {
     for (const auto& [name, value] : logs) history.history[name].push_back(value);
 
     // A checkpoint that is saved from here on continues with the next epoch.
-    impl_.tracker->reset();
+    impl_.state.tracker->reset();
     progress().epoch = epoch + 1;
     progress().batch = 0;
     if (options_.steps_per_epoch == 0) {
-      progress().position = {.epoch = ++impl_.data_epochs};
+      progress().position = {.epoch = ++impl_.state.data_epochs};
       progress().examples = 0;
     }
     ended_epoch_ = {epoch, logs};
@@ -328,7 +326,8 @@ class Fit {
       return values;
     };
     training_->run(evaluate, [&](const auto& values) {
-      if (logs.empty()) logs = impl_.tracker->logs();  // for the names: another worker has completed the evaluation
+      if (logs.empty())
+        logs = impl_.state.tracker->logs();  // for the names: another worker has completed the evaluation
       std::size_t i = 0;
       for (const auto& [name, value] : Logs(logs)) logs.set(name, values.at(i++));
     });
@@ -370,7 +369,8 @@ class Fit {
 
 History Model::fit(const Dataset& data, const FitOptions& options) {
   impl_->require_compiled("fit");
-  if (impl_->fitting) throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
+  if (impl_->fit.training != nullptr)
+    throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
   impl_->check_on_all("fit", [&] { train::check_fit_options(data, options); });
   impl_->lead->prepare_fit(data);
   return impl_->lead->call(

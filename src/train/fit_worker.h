@@ -4,6 +4,7 @@
 #include <functional>
 #include <string>
 
+#include "strategy/replicated_state.h"
 #include "train/model_impl.h"
 #include "train/training_worker.h"
 
@@ -16,19 +17,17 @@ class FitWorker final : public TrainingWorker {
       : TrainingWorker(unwrap(impl.strategy), what), impl_(impl), become_chief_(std::move(become_chief)) {}
 
   const Communicator& peers() const override { return impl_.topology.peers; }
-  std::int64_t steps() const override { return impl_.steps; }
-  void set_steps(std::int64_t steps) override { impl_.steps = steps; }
+  std::int64_t steps() const override { return impl_.state.steps; }
+  void set_steps(std::int64_t steps) override { impl_.state.steps = steps; }
   std::int64_t updates() const override { return impl_.gradients->decided_steps(); }
-  std::string print_update() override;
-  std::string print_part() override;
-  void take_update(const std::string& printed) override;
   bool leaves_in_turn() const override { return impl_.gradients->divides_state(); }
   void use_new_group() override { impl_.gradients->regroup(); }
 
  private:
-  std::string print_state() override;
-  void take_state(std::string_view printed, std::string_view printed_part) override;
-  void on_same_section(bool updated) override { impl_.tracker->take_over(rank(), updated); }
+  Trackable update() override { return strategy::update_of(impl_.parameters, impl_.gradients); }
+  Trackable part() override { return strategy::newcomers_part_of(impl_.parameters, impl_.gradients); }
+  Trackable common() override { return impl_.state.of_fit(); }
+  void on_same_section(bool updated) override { impl_.state.tracker->take_over(rank(), updated); }
   void on_become_chief() override { become_chief_(); }
 
   ModelImpl& impl_;

@@ -1,6 +1,7 @@
 #include "train/lead.h"
 
-#include "checkpoint/sharded_archive.h"
+#include "checkpoint/state.h"
+#include "lockstep/base/error.h"
 #include "train/model_impl.h"
 
 namespace lockstep::train {
@@ -17,7 +18,7 @@ std::string Lead::follow_fit(Model& /*model*/, const Dataset& /*data*/, const Fi
 
 bool Lead::needs_each_step() const { return unwrap(impl_.strategy).workers().is_elastic(); }
 
-bool Lead::is_in_fit() const { return impl_.fitting; }
+bool Lead::is_in_fit() const { return impl_.fit.training != nullptr; }
 
 std::unique_ptr<StepSource> Lead::steps(const Dataset& data, const FitOptions& options) const {
   return local_steps(impl_, data, options);
@@ -32,19 +33,20 @@ void Lead::fetch() const {
   if (impl_.gradients) impl_.gradients->fetch(deadline);
 }
 
-void Lead::write_weights(const std::string& path) const {
-  const auto archive = impl_.save_weights();
-  impl_.topology.all.run_on_rank_0([&] { write_archive(path, archive); });
+void Lead::write(const StateFile& file) const {
+  if (file.weights_only && strategy::has_rows_on_servers(impl_.parameters->module(0))) {
+    throw InvalidArgument(
+        "save_weights: the rows of a ShardedEmbedding are on servers; save_checkpoint saves them, and so do the "
+        "callbacks that write full checkpoints");
+  }
+  write_file(file);
 }
 
-void Lead::write_checkpoint(const std::string& path) const {
-  const auto archive = impl_.save_state();
-  impl_.topology.all.run_on_rank_0([&] {
-    write_archive(path, archive);
-    checkpoint::remove_rows(path);  // of a checkpoint that was made with parameter servers
-  });
+void Lead::write_file(const StateFile& file) const {
+  const auto archive = checkpoint::archive_of(impl_.state.of_file(file.weights_only));
+  impl_.topology.all.run_on_rank_0([&] { file.make([&] { write_archive(file.path, archive); }); });
 }
 
-void Lead::load_checkpoint(const std::string& path) const { impl_.load_state(impl_.read_for_all(path)); }
+void Lead::load_checkpoint(const std::string& path) const { impl_.state.read_all(path)(); }
 
 }  // namespace lockstep::train

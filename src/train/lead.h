@@ -10,6 +10,7 @@
 #include <string>
 
 #include "lockstep/strategy/strategy.h"
+#include "train/model_state.h"
 #include "train/outcome.h"
 #include "train/step_source.h"
 
@@ -58,20 +59,25 @@ class Lead {
   // Fetches where the values here may be older than those that a file is to have.
   virtual void fetch_before_saving() const {}
 
-  // Write files. Collective, in a section. The model is built, and compiled for a checkpoint.
-  virtual void write_weights(const std::string& path) const;
-  virtual void write_checkpoint(const std::string& path) const;
+  // Writes a file of the model's state: one file of rank 0's, or the chief's and its servers'. Collective, in a
+  // section. The model is built, and compiled for a checkpoint.
+  void write(const StateFile& file) const;
 
   // Does what the public call does.
   virtual void load_checkpoint(const std::string& path) const;
 
+  // Writes the first backup of a fit that begins anew, where servers that are started again will need one.
+  virtual void write_first_backup(const std::string& /*path*/) const {}
+
+  // Throws InvalidArgument, which names the callback, where no file can be written while workers train on.
+  virtual void require_background(const char* /*callback*/) const {}
+
   // Call it after weights were loaded.
   virtual void tell_of_weights() const {}
 
-  // True where servers write their variables into a checkpoint while workers go on with their steps.
-  virtual bool has_servers_checkpoints() const { return false; }
-
  protected:
+  virtual void write_file(const StateFile& file) const;
+
   // Returns the call's outcome where this process does not act; else `end` or `fail` follows its act().
   virtual std::optional<std::string> begin(const std::string& /*name*/, const Follow& /*follow*/) { return {}; }
   virtual void end(const std::function<std::string()>& /*outcome*/) {}

@@ -55,23 +55,23 @@ class LocalSteps final : public StepSource {
     if (std::exchange(regroups_, peers().regroups()) != peers().regroups())
       read_ = as_read_now({iterator_->parts_again()}, read_.first_size);
     impl_.gradients->updater().set_learning_rate_factor(unwrap(impl_.strategy).learning_rate_factor());
-    results_ =
-        impl_.execution->train(read_.batches, *impl_.tracker, std::move(read_.prepared), [this] { read_ahead(); });
+    results_ = impl_.execution->train(read_.batches, *impl_.state.tracker, std::move(read_.prepared),
+                                      [this] { read_ahead(); });
   }
 
   std::vector<double> sum(std::span<const double> news) override {
     earlier_.clear();
     for (std::size_t i = 0; i + 1 < results_.size(); ++i)
-      earlier_.push_back(impl_.tracker->sum_batch(&results_[i], {}));
-    auto sums = impl_.tracker->sum_batch(results_.empty() ? nullptr : &results_.back(), news);
+      earlier_.push_back(impl_.state.tracker->sum_batch(&results_[i], {}));
+    auto sums = impl_.state.tracker->sum_batch(results_.empty() ? nullptr : &results_.back(), news);
     if (impl_.topology.has_peers_with_own_models()) peers().sum(std::span(sums).last(news.size()));
     compare_batches(progress().batch + 1);
     return sums;
   }
 
   void count(std::span<const double> sums) override {
-    for (const auto& of_batch : earlier_) impl_.tracker->count_batch(of_batch);
-    impl_.tracker->count_batch(sums);
+    for (const auto& of_batch : earlier_) impl_.state.tracker->count_batch(of_batch);
+    impl_.state.tracker->count_batch(sums);
     progress().batch += static_cast<std::int64_t>(read_.batches.size());
     if (progress().position.index == 0) progress().batch_size = largest_of_readers(read_.first_size);
     progress().position = read_.position;
@@ -81,7 +81,7 @@ class LocalSteps final : public StepSource {
   void stop() override { stopped_ = true; }
 
  private:
-  FitProgress& progress() const { return impl_.progress; }
+  FitProgress& progress() const { return impl_.state.progress; }
   const Communicator& peers() const { return impl_.topology.peers; }
 
   // The batches of a step, or of those that are launched together, and where the data set is after them.
@@ -158,7 +158,7 @@ class LocalSteps final : public StepSource {
   void compare_batches(std::int64_t batch) const {
     const auto every = impl_.gradients->compare_copies_every();
     if (!reads_what_others_read() || every == 0) return;
-    if (batch != 1 && impl_.steps % every != 0) return;
+    if (batch != 1 && impl_.state.steps % every != 0) return;
     peers().check_all_agree("data", text("a batch with the hash ", read_.hash.value_or(iterator_->element_hash()),
                                          " at step ", batch, " of epoch ", progress().epoch + 1));
   }

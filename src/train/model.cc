@@ -11,18 +11,20 @@
 #include "lockstep/base/error.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
+#include "train/fit_worker.h"
 #include "train/layers/stack.h"
 #include "train/model_impl.h"
+#include "train/training.h"
 
 namespace lockstep {
 
-std::int64_t ModelImpl::next_model_number() {
+std::int64_t train::Definition::next_number() {
   static std::atomic<std::int64_t> models = 0;
   return ++models;
 }
 
 void ModelImpl::require_own(const char* caller) const {
-  if (!as_layer) return;
+  if (!definition.as_layer) return;
   throw InvalidArgument(text(
       caller, ": this Sequential is a part of the model in which it was nested, which has its weights: call ", caller,
       " of that model. For the outputs of this part alone make a model of its layers, nested likewise, as "
@@ -35,19 +37,19 @@ void ModelImpl::build(const Example& sample) {
   if (parameters != nullptr) return;
   unwrap(strategy).workers().check_on_all([this] {
     policy.check(unwrap(strategy).replicas().devices());
-    train::require_free(layers, model_number);
+    train::require_free(definition.layers, definition.number);
   });
   const auto made_execution = train::Execution::of(*this);
   auto made = made_execution->make_parameters(sample);
-  if (pending_weights) {
-    train::load_weights(pending_weights->first, pending_weights->second, made);
-    pending_weights.reset();
+  if (state.pending_weights) {
+    train::change_weights(state.pending_weights->first, state.pending_weights->second, made)();
+    state.pending_weights.reset();
   }
   parameters = std::move(made);
-  train::give_to(layers, model_number);
+  train::give_to(definition.layers, definition.number);
   if (sample.x.defined()) built_for = sample.x.sizes().vec();
   execution = made_execution;
-  seed = std::stoull(topology.all.broadcast(std::to_string(seed)));
+  state.seed = std::stoull(topology.all.broadcast(std::to_string(state.seed)));
   make_gradient_path();
 }
 
@@ -77,9 +79,29 @@ void ModelImpl::make_gradient_path() {
   if (parameters == nullptr || !compiled) return;
   lead->fetch();  // what the servers of an earlier path have
   gradients = unwrap(strategy).make_gradient_path(compiled->optimizer, parameters);
-  tracker.emplace(*compiled, strategy.num_local_replicas(), topology.all);
+  state.tracker.emplace(*compiled, strategy.num_local_replicas(), topology.all);
   frozen = parameters->describe_frozen();
   execution->forget_steps();
+}
+
+ModelImpl::Numbers ModelImpl::in_section(const std::string& what, const std::function<Numbers()>& act) {
+  if (gradients == nullptr) {
+    if (parameters != nullptr) parameters->regroup();
+    return act();
+  }
+  if (fit.training != nullptr) return fit.training->run_or_act(act);
+  const auto& all = unwrap(strategy);
+  if (!all.workers().is_elastic() || all.workers().completed_sections().is_in_one) return act();
+  train::FitWorker worker(*this, what, [] {});
+  return train::Training::of(worker)->run_or_act(act);
+}
+
+void ModelImpl::check_on_all(const std::string& what, const std::function<void()>& check) {
+  if (unwrap(strategy).workers().is_elastic()) return check();  // the others go on without a worker that fails
+  in_section(what, [&] {
+    collective::check_on_all(topology.peers, topology.all.size() > 1 ? "worker" : "rank", check);
+    return Numbers();
+  });
 }
 
 void ModelImpl::require_built(const char* caller) const {
@@ -114,32 +136,32 @@ void ModelImpl::require_compiled(const char* caller) const {
 }
 
 Model::Model(const internal::MakeModule& make, internal::ForwardOfModule forward)
-    : impl_(std::make_shared<ModelImpl>([make](const Example&) { return make(); }, std::move(forward))) {
+    : impl_(std::make_shared<ModelImpl>(
+          train::Definition{.make = [make](const Example&) { return make(); }, .forward = std::move(forward)})) {
   impl_->build({});
 }
 
 Model::Model(std::vector<PipelineStage> layers)
-    : impl_(std::make_shared<ModelImpl>(
-          [layers](const Example&) { return std::make_shared<train::LayersModule>(layers, 0, layers.size()); },
-          [](torch::nn::Module& module, const Tensor& x) {
-            return static_cast<train::LayersModule&>(module).forward(x);
-          },
-          [layers](const Example&) { return train::Layers{layers}; })) {
+    : impl_(std::make_shared<ModelImpl>(train::Definition{
+          .make = [layers](const Example&) { return std::make_shared<train::LayersModule>(layers, 0, layers.size()); },
+          .forward = [](torch::nn::Module& module,
+                        const Tensor& x) { return static_cast<train::LayersModule&>(module).forward(x); },
+          .make_layers = [layers](const Example&) { return train::Layers{layers}; }})) {
   if (layers.empty()) throw InvalidArgument("Model: there are no layers");
 }
 
 Sequential::Sequential(std::vector<Layer> layers)
-    : Model(std::make_shared<ModelImpl>(
-          [layers](const Example& sample) {
-            return std::make_shared<train::StackModule>(layers, at::zeros_like(sample.x.slice(0, 0, 1)));
-          },
-          [](torch::nn::Module& module, const Tensor& x) {
-            return static_cast<train::StackModule&>(module).forward(x);
-          },
-          [layers](const Example& sample) { return train::pieces_of(layers, sample); })),
+    : Model(std::make_shared<ModelImpl>(train::Definition{
+          .make =
+              [layers](const Example& sample) {
+                return std::make_shared<train::StackModule>(layers, at::zeros_like(sample.x.slice(0, 0, 1)));
+              },
+          .forward = [](torch::nn::Module& module,
+                        const Tensor& x) { return static_cast<train::StackModule&>(module).forward(x); },
+          .make_layers = [layers](const Example& sample) { return train::pieces_of(layers, sample); }})),
       layers_(std::move(layers)) {
   if (layers_.empty()) throw InvalidArgument("Sequential: there are no layers");
-  unwrap(*this).layers = layers_;
+  unwrap(*this).definition.layers = layers_;
 }
 
 void Model::compile(CompileOptions options) {
@@ -163,7 +185,8 @@ void Model::compile(CompileOptions options) {
         "compile: steps_per_execution must be 1 with an elastic strategy, which agrees on its workers after each step, "
         "and with parameter servers");
   }
-  if (impl_->fitting) throw InvalidArgument("compile: this model is in a fit; a callback of it cannot compile it");
+  if (impl_->fit.training != nullptr)
+    throw InvalidArgument("compile: this model is in a fit; a callback of it cannot compile it");
   options.optimizer = impl_->policy.wrapped(options.optimizer);
   impl_->compiled = std::move(options);
   impl_->topology = strategy.topology();
@@ -186,12 +209,12 @@ Logs Model::train_on_batch(const Example& batch) {
     impl_->follow_requires_grad();
     impl_->require_trainable();
     impl_->gradients->prepare();
-    impl_->tracker->reset();
+    impl_->state.tracker->reset();
     auto parts = strategy::split_batch(batch, impl_->replicas());
     std::vector<PerReplica<internal::Part>> one{std::move(parts)};
-    impl_->tracker->add_batch(impl_->execution->train(one, *impl_->tracker)[0]);
+    impl_->state.tracker->add_batch(impl_->execution->train(one, *impl_->state.tracker)[0]);
   });
-  return impl_->tracker->logs();
+  return impl_->state.tracker->logs();
 }
 
 double Model::learning_rate() const {
@@ -207,7 +230,7 @@ void Model::set_learning_rate(double rate) {
 }
 
 std::int64_t Model::iterations() const { return impl_->gradients ? impl_->gradients->updater().iterations() : 0; }
-void Model::stop_training() { impl_->stopping = true; }
+void Model::stop_training() { impl_->fit.stopping = true; }
 Strategy Model::strategy() const { return impl_->strategy; }
 ReplicatedOptimizer Model::optimizer() const {
   impl_->require_compiled("optimizer");

@@ -11,34 +11,42 @@
 #include <vector>
 
 #include "gradient/gradient_path.h"
-#include "lockstep/base/random.h"
 #include "lockstep/train/model.h"
 #include "strategy/strategy_impl.h"
 #include "train/execution.h"
 #include "train/layers_module.h"
 #include "train/lead.h"
 #include "train/mixed_precision.h"
-#include "train/tracker.h"
+#include "train/model_state.h"
 
 namespace lockstep::train {
 
 class Training;
 
-// How far a fit has come: what a full checkpoint needs besides the model to go on in the middle of an epoch.
-struct FitProgress {
-  int epoch = 0;           // the epoch that runs, or comes next
-  std::int64_t batch = 0;  // steps done in the epoch
-  Position position;       // the position in the training data, in batches
-  // For going on with batches of another size, the position in examples: how many of the epoch's examples have been
-  // used (a worker's examples, where each reads its own). Batches have `batch_size` examples and begin at its
-  // multiples; 0: they begin elsewhere. `readers`: how many workers read their own data.
-  std::int64_t examples = 0;
-  std::int64_t batch_size = 0;
-  int readers = 1;
-  History history;
+// How a model's module is made, and what other models know of it.
+struct Definition {
+  std::function<std::shared_ptr<torch::nn::Module>(const Example& sample)> make;
+  std::function<Tensor(torch::nn::Module&, const Tensor&)> forward;
+  std::function<Layers(const Example& sample)> make_layers = {};  // where it can be cut into stages
+  std::vector<Layer> layers = {};                                 // a Sequential's
+  std::optional<Layer> as_layer = {};   // the layer that it became, as a part of another model
+  std::int64_t number = next_number();  // among the models of this process, from 1
 
-  // With parameter servers: the results of steps that workers have made and that do not count in `batch` yet.
-  std::vector<std::vector<double>> uncounted;
+  static std::int64_t next_number();
+};
+
+// The fit that runs, or ran last.
+struct CurrentFit {
+  Training* training = nullptr;      // null: no fit runs
+  std::int64_t batches_of_call = 1;  // the batches of one execution, of which on_train_batch_end tells
+  bool stopping = false;             // this worker asked for the end of the fit
+  bool out_of_data = false;          // stopping because the data ended: a longer data set would go on
+  bool agreed_to_stop = false;       // one of the workers had asked when the last step or epoch ended
+
+  // Returns true where a batch that on_train_batch_end tells of was a multiple of `every`, where `count` are done.
+  bool passed_multiple(std::int64_t count, std::int64_t every) const {
+    return every > 0 && count / every > (count - batches_of_call) / every;
+  }
 };
 
 }  // namespace lockstep::train
@@ -47,20 +55,7 @@ namespace lockstep {
 
 class ModelImpl {
  public:
-  // Prefixes in a full checkpoint: the optimizer's state, the callbacks', and replicas' buffers.
-  static constexpr const char *kOptimizer = "optimizer", *kCallback = "callback", *kReplica = "replica";
-
-  using Make = std::function<std::shared_ptr<torch::nn::Module>(const Example& sample)>;
-  using Forward = std::function<Tensor(torch::nn::Module&, const Tensor&)>;
-
-  using MakeLayers = std::function<train::Layers(const Example& sample)>;
-
-  // `layers_of`: given where the model is made of layers, which can be cut into stages.
-  ModelImpl(Make make_module, Forward forward_of, MakeLayers layers_of = {})
-      : make(std::move(make_module)),
-        forward(std::move(forward_of)),
-        make_layers(std::move(layers_of)),
-        model_number(next_model_number()) {}
+  explicit ModelImpl(train::Definition of_module) : definition(std::move(of_module)) {}
 
   // Makes the replicas for batches like `sample`, unless they are there. Applies weights that were loaded before.
   void build(const Example& sample);
@@ -102,83 +97,28 @@ class ModelImpl {
   internal::LocalReplicas replicas() const { return unwrap(strategy).local_replicas(topology); }
   int number_of(const ReplicaContext& replica) const;
 
-  // Collective over the workers. The chief reads the file for all workers, and writes the archive of save_weights or
-  // save_state. read_for_all reads in a section; call the others in one.
-  Archive read_for_all(const std::string& path);
-  std::string read_on_all(const std::string& path) const;
-  static Archive parse_read(const std::string& path, const std::string& bytes);
-  void write_weights(const std::string& path) const;
-  Archive save_weights() const;
-
-  // Returns the chief's archive on all workers where the model is split, since only it has all; else `archive`.
-  Archive from_chief(const Archive& archive) const;
-  void load_weights(Archive archive, const LoadWeightsOptions& options = {});
-  Archive save_state();
-  void load_state(const Archive& archive, const std::function<void()>& load_others = {});
-
-  // Checks all, and changes nothing. Returns a function that gives the model the archive's state, and cannot fail.
-  std::function<void()> change_to(const Archive& archive);
-
-  // Returns the full state, or the weights, without the trained parameters and their optimizer state.
-  Archive save_small(bool weights_only) const;
-
-  // Save and load the full state without the callbacks'. load_training changes nothing until the function that it
-  // returns is called, which cannot fail.
-  Archive save_training();
-  void save_progress(Archive& archive) const;
-  void save_replicas(Archive& archive) const;
-  void save_callbacks(Archive& archive) const;
-  std::function<void()> load_training(const Archive& archive);
-  std::function<void()> load_progress(const Archive& archive);
-  std::function<void()> load_callbacks(const Archive& archive) const;
-  void count_uncounted();
+  // Returns true where the fit ends after the step that was made.
+  bool stops() const { return topology.peers.size() == 1 ? fit.stopping : fit.agreed_to_stop; }
 
   // Constant after construction.
   const Strategy strategy = Strategy::current();
   const train::ComputePolicy policy = train::ComputePolicy::current();
-  const Make make;
-  const Forward forward;
-  const MakeLayers make_layers;
   const std::shared_ptr<train::Lead> lead = train::Lead::of(*this);
+
+  train::ModelState state{*this};
+  train::Definition definition;
+  train::CurrentFit fit;
 
   std::shared_ptr<ReplicatedParameters> parameters;  // null before build
   std::shared_ptr<train::Execution> execution;       // null before build
   std::optional<CompileOptions> compiled;
   Topology topology = unwrap(strategy).topology();  // with the optimizer's GradientRanks, once it is compiled
   std::shared_ptr<GradientPath> gradients;          // null before build or compile
-  std::optional<train::Tracker> tracker;            // the one of the epoch that fit is in; null likewise
-  std::optional<std::pair<Archive, LoadWeightsOptions>> pending_weights;
-  std::vector<Layer> layers;            // a Sequential's
-  std::optional<Layer> as_layer;        // the layer that it became, as a part of another model
-  const std::int64_t model_number;      // among the models of this process, from 1
-  std::vector<std::int64_t> built_for;  // the sizes of the batch, where it was built for one
-
-  std::uint64_t seed = next_random_seed();              // random numbers of the replicas follow from it and `steps`
-  const std::uint64_t first_seed = next_random_seed();  // the first values follow from it, whenever they are made
-  std::string frozen;                                   // describe_frozen(), when it was last called
-  std::int64_t steps = 0;                               // train steps so far
+  std::vector<std::int64_t> built_for;              // the sizes of the batch, where it was built for one
+  std::string frozen;                               // describe_frozen(), when it was last called
   int part_of_step = 0;  // its part, where several workers of parameter servers compute a step
   StepTimes times;
-  train::FitProgress progress;
-  std::int64_t data_epochs = 0;        // epochs of data that fits have begun: the next one shuffles anew
-  std::vector<AnyCallback> callbacks;  // those of the fit that runs, as its options list them; else empty
-  bool fitting = false;
-  train::Training* training = nullptr;  // the training that a fit runs
-  std::int64_t evaluated_step = -1;     // an evaluator's: the step of the last checkpoint that it evaluated
-  std::int64_t batches_of_call = 1;     // the batches of one execution, of which on_train_batch_end tells
-  bool stopping = false;                // this worker asked for the end of the fit
-  bool out_of_data = false;             // stopping because the data ended: a longer data set would go on
-  bool agreed_to_stop = false;          // one of the workers had asked when the last step or epoch ended
-
-  // Returns true where a batch that on_train_batch_end tells of was a multiple of `every`, where `count` are done.
-  bool passed_multiple(std::int64_t count, std::int64_t every) const {
-    return every > 0 && count / every > (count - batches_of_call) / every;
-  }
-
-  static std::int64_t next_model_number();
-
-  // Returns true where the fit ends after the step that was made.
-  bool stops() const { return topology.peers.size() == 1 ? stopping : agreed_to_stop; }
+  std::int64_t evaluated_step = -1;  // an evaluator's: the step of the last checkpoint that it evaluated
 };
 
 }  // namespace lockstep
@@ -193,9 +133,10 @@ std::string name_of_type(const Callback& callback);
 std::set<std::string> check_weights(const Archive& archive, const ReplicatedParameters& parameters,
                                     const LoadWeightsOptions& options = {});
 
-// Loads the archive's tensors into the model, but for those that the options pass over. Throws as check_weights, and
-// has changed nothing then.
-void load_weights(const Archive& archive, const LoadWeightsOptions& options,
-                  const std::shared_ptr<ReplicatedParameters>& parameters, const std::function<void()>& fetch = {});
+// Returns what loads the archive's tensors into the model, but for those that the options pass over: before that it
+// calls `fetch`, where there are some. Throws as check_weights.
+std::function<void()> change_weights(const Archive& archive, const LoadWeightsOptions& options,
+                                     const std::shared_ptr<ReplicatedParameters>& parameters,
+                                     const std::function<void()>& fetch = {});
 
 }  // namespace lockstep::train

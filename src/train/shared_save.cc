@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/text.h"
+#include "checkpoint/state.h"
 #include "cluster/strings.h"
 #include "gradient/moving_state.h"
 #include "ops/dtypes.h"
@@ -39,7 +40,7 @@ std::vector<LargeTensor> large_tensors(const ModelImpl& impl, bool weights_only)
         auto name = slots[slot].name;
         if (state >= 0) {
           name =
-              text(ModelImpl::kOptimizer, "/", strategy::name_of_state(states[static_cast<std::size_t>(state)], name));
+              text(ModelState::kOptimizer, "/", strategy::name_of_state(states[static_cast<std::size_t>(state)], name));
         }
         all.push_back({name, slot, state, {ops::dtype_of(dtype), slots[slot].sizes}});
       }
@@ -123,13 +124,13 @@ struct Place {
 };
 
 // Begins the save of a model that is split over workers: the chief gets all of it, and writes it.
-SharedSave begin_on_chief(ModelImpl& impl, const std::string& path, bool weights_only) {
-  auto all = weights_only ? impl.save_weights() : impl.save_state();
+SharedSave begin_on_chief(ModelImpl& impl, const StateFile& file) {
+  auto all = checkpoint::archive_of(impl.state.of_file(file.weights_only));
   SharedSave save;
   save.write = [] {};
   const auto& workers = impl.topology.all;
   workers.run_on_rank_0([&] {
-    save.archive = std::make_shared<checkpoint::SharedArchive>(path, std::move(all), checkpoint::NamedTensors());
+    save.archive = std::make_shared<checkpoint::SharedArchive>(file.path, std::move(all), checkpoint::NamedTensors());
     save.write = [archive = save.archive, deadline = workers.deadline()] { archive->finish({}, 1, deadline); };
   });
   return save;
@@ -137,17 +138,17 @@ SharedSave begin_on_chief(ModelImpl& impl, const std::string& path, bool weights
 
 }  // namespace
 
-SharedSave SharedSave::begin(ModelImpl& impl, const std::string& path, bool weights_only) {
+SharedSave SharedSave::begin(ModelImpl& impl, const StateFile& file) {
   const at::NoGradGuard no_grad;
-  if (impl.parameters->is_split()) return begin_on_chief(impl, path, weights_only);
+  if (impl.parameters->is_split()) return begin_on_chief(impl, file);
   const auto& workers = impl.topology.all;
   const int rank = workers.rank();
-  const auto tensors = large_tensors(impl, weights_only);
-  auto small = impl.save_small(weights_only);
+  const auto tensors = large_tensors(impl, file.weights_only);
+  auto small = checkpoint::archive_of(impl.state.small_of_file(file.weights_only));
   SharedSave save;
   Place place;
   workers.run_on_rank_0([&] {
-    save.archive = std::make_shared<checkpoint::SharedArchive>(path, std::move(small), names_of(tensors));
+    save.archive = std::make_shared<checkpoint::SharedArchive>(file.path, std::move(small), names_of(tensors));
     place = {save.archive->temporary(), static_cast<std::int64_t>(save.archive->large_begin())};
   });
   place = Place::parse(workers.broadcast(place.print()));

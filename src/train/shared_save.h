@@ -17,7 +17,7 @@ struct SharedSave {
   std::shared_ptr<checkpoint::SharedArchive> archive;  // the chief's, whose `write` waits for the others; else null
 
   // Copies what will be written. Collective, between steps. Throws IoError, on all, where the chief cannot begin.
-  static SharedSave begin(ModelImpl& impl, const std::string& path, bool weights_only);
+  static SharedSave begin(ModelImpl& impl, const StateFile& file);
 };
 
 }  // namespace lockstep::train

@@ -41,7 +41,7 @@ std::vector<PerReplica<StepResult>> ThreadedExecution::train(std::vector<Parts>&
       results[static_cast<std::size_t>(id)] = train_step(replica, batch[id], tracker);
     });
     all.emplace_back(std::move(results));
-    ++impl_.steps;
+    ++impl_.state.steps;
     ++impl_.times.steps;
     lap.add_to(impl_.times.total);
   }
@@ -60,8 +60,8 @@ StepResult ThreadedExecution::train_step(ReplicaContext& replica, const internal
   Lap lap;
   const auto there = unread.row.materialize();
   lap.add_to(spent.input);
-  replica.seed_random(
-      mix(impl_.seed, static_cast<std::uint64_t>(impl_.steps), static_cast<std::uint64_t>(impl_.number_of(replica))));
+  replica.seed_random(mix(impl_.state.seed, static_cast<std::uint64_t>(impl_.state.steps),
+                          static_cast<std::uint64_t>(impl_.number_of(replica))));
   impl_.gradients->drop_gradients(id);  // left by a step that failed
   const bool idle = there.size() == 0;
   if (idle && !impl_.topology.computes_without_examples) {
@@ -187,7 +187,7 @@ std::vector<Tensor> ThreadedExecution::predict(Parts& batch) {
 
 ComputedStep ThreadedExecution::enqueue_step(ReplicaContext& replica, const Example& batch) {
   StepTimes unused;
-  const auto computed = compute_gradients(replica, batch, *impl_.tracker, unused);
+  const auto computed = compute_gradients(replica, batch, *impl_.state.tracker, unused);
   impl_.gradients->update_recorded(replica.local_group(), computed.weight, replica.deadline());
   return computed;
 }

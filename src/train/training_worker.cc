@@ -1,12 +1,19 @@
 #include "train/training_worker.h"
 
+#include <string_view>
 #include <utility>
 
 #include "base/log.h"
 #include "base/text.h"
+#include "checkpoint/state.h"
 #include "elastic/failures.h"
 
 namespace lockstep::train {
+namespace {
+
+constexpr const char* kFrom = "another worker's state";
+
+}  // namespace
 
 std::string TrainingWorker::broadcast_part(const std::string& bytes, int row) {
   return strategy_.topology().same_part.broadcast(bytes, row);
@@ -41,11 +48,19 @@ void TrainingWorker::on_regrouped(int size_before, bool updated) {
   if (!was_chief_) on_become_chief();
 }
 
-std::string TrainingWorker::print_all() { return print_state() + (waits ? "1" : "0"); }
+std::string TrainingWorker::print_update() { return checkpoint::print_state(update()); }
+void TrainingWorker::take_update(const std::string& printed) { checkpoint::parse_state(kFrom, printed, update())(); }
+
+std::string TrainingWorker::print_part() { return checkpoint::print_state(part()); }
+std::string TrainingWorker::print_all() { return checkpoint::print_state(common()) + (waits ? "1" : "0"); }
 
 void TrainingWorker::take_all(const std::string& printed, const std::string& printed_part) {
   waits = printed.back() == '1';
-  take_state(std::string_view(printed).substr(0, printed.size() - 1), printed_part);
+  const auto change_part = checkpoint::parse_state(kFrom, printed_part, part());
+  const auto change_common =
+      checkpoint::parse_state(kFrom, std::string_view(printed).substr(0, printed.size() - 1), common());
+  change_part();
+  change_common();
 }
 
 }  // namespace lockstep::train

@@ -3,9 +3,9 @@
 
 #include <chrono>
 #include <string>
-#include <string_view>
 
 #include "elastic/sections.h"
+#include "lockstep/checkpoint/checkpoint.h"
 #include "strategy/strategy_impl.h"
 #include "train/hang_watch.h"
 
@@ -31,6 +31,9 @@ class TrainingWorker : public elastic::Member {
   void regroup(const elastic::Change& change) final;
   void on_loss(const std::exception& error) final;
   void on_regrouped(int size_before, bool updated) final;
+  std::string print_update() final;
+  void take_update(const std::string& printed) final;
+  std::string print_part() final;
   std::string print_all() final;
   void take_all(const std::string& printed, const std::string& printed_part) final;
 
@@ -53,9 +56,11 @@ class TrainingWorker : public elastic::Member {
   bool waits = false;  // all wait for newcomers, which wait too
 
  protected:
-  // Print and take the state that a newcomer needs, as bytes, together with print_part.
-  virtual std::string print_state() = 0;
-  virtual void take_state(std::string_view printed, std::string_view printed_part) = 0;
+  // Return the state that goes to another worker. `update`: an update that it lacks. A newcomer gets `part`, the state
+  // of this worker's part of the model, and `common`, which is the same on all.
+  virtual Trackable update() = 0;
+  virtual Trackable part() = 0;
+  virtual Trackable common() = 0;
 
   // Called when all have regrouped, and are at the same section; and when this worker has become the chief.
   virtual void on_same_section(bool /*updated*/) {}

@@ -91,10 +91,7 @@ class ObjectState : public State {
   void sync_from(int root);
 
  private:
-  std::string print() const;
-  void take(const std::string& printed) const;
-
-  const std::map<std::string, Trackable> objects_;
+  const Trackable all_;
   std::string saved_;
 };
 

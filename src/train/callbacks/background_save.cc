@@ -20,15 +20,32 @@ bool chief_says(ModelImpl& impl, const std::function<bool()>& says) {
 
 }  // namespace
 
-void BackgroundSave::begin(ModelImpl& impl, What what) {
+void BackgroundWriter::wait() {
+  if (thread_.joinable()) thread_.join();
+  if (failed_) std::rethrow_exception(std::exchange(failed_, nullptr));
+}
+
+void BackgroundWriter::start(std::function<void()> write) {
+  ended_ = false;
+  thread_ = std::jthread([this, write = std::move(write)] {
+    try {
+      write();
+      ended_ = true;
+    } catch (...) {
+      failed_ = std::current_exception();
+    }
+  });
+}
+
+void BackgroundSave::begin(ModelImpl& impl, const train::StateFile& file) {
   give_up(std::chrono::seconds(0));
   was_lost_ = false;
-  auto save = train::SharedSave::begin(impl, what.path, what.weights_only);
+  auto save = train::SharedSave::begin(impl, file);
   archive_ = save.archive;
-  path_ = what.path;
+  path_ = file.path;
   begun_in_ = impl.topology.all.regroups();
   if (archive_) {
-    writer_.start([write = std::move(save.write), around = std::move(what.around)] { around(write); });
+    writer_.start([write = std::move(save.write), file] { file.make(write); });
   } else {
     writer_.start(std::move(save.write));
   }

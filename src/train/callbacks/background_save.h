@@ -1,29 +1,43 @@
 // The checkpoint that a callback is writing while the training goes on.
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 
-#include "checkpoint/background_writer.h"
 #include "train/shared_save.h"
 
 namespace lockstep {
 
+// Writes in a thread of its own, one thing at a time. One thread calls it. The destructor waits.
+class BackgroundWriter {
+ public:
+  // Until what was started is written. Throws what that threw, once.
+  void wait();
+
+  // True where nothing is being written, and the last write succeeded.
+  bool ended() const { return ended_; }
+
+  // Calls write() in a thread. What was started before must have been waited for.
+  void start(std::function<void()> write);
+
+ private:
+  std::exception_ptr failed_;  // of thread_, once that has ended
+  std::atomic<bool> ended_ = true;
+  std::jthread thread_;
+};
+
 // One thread, between steps.
 class BackgroundSave {
  public:
-  struct What {
-    std::string path;
-    bool weights_only = false;
-    std::function<void(const std::function<void()>& write)> around;
-  };
-
-  // Copies what is saved, and begins to write it. Calls `around(write)` on the chief, in its thread, for work before
-  // and after the file appears. Gives up an earlier save that is not whole. Collective; throws IoError on all.
-  void begin(ModelImpl& impl, What what);
+  // Copies what is saved, and begins to write it. The chief's thread makes the file. Gives up an earlier save that is
+  // not whole. Collective; throws IoError on all.
+  void begin(ModelImpl& impl, const train::StateFile& file);
 
   // Waits until all workers have written the save that was begun. Collective; throws IoError on all. Then was_lost,
   // also collective, returns whether the save is not whole since workers were lost.
@@ -47,7 +61,7 @@ class BackgroundSave {
  private:
   bool is_whole() const { return !path_ || (archive_ && writer_.ended()); }
 
-  checkpoint::BackgroundWriter writer_;
+  BackgroundWriter writer_;
   std::shared_ptr<checkpoint::SharedArchive> archive_;  // on the chief
   std::optional<std::string> path_;                     // of the save that was begun, until it is known to be whole
   bool was_lost_ = false;

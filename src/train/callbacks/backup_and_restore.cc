@@ -39,14 +39,6 @@ void put_aside(const std::string& folder, const std::string& spare) {
       text("BackupAndRestore: ", spare, " is no file that Lockstep wrote, or was damaged: it is ", damaged, " now"));
 }
 
-// Reads on all workers. Returns what gives the model the state of the backup.
-std::function<void()> change_to_backup(ModelImpl& impl, const std::string& file) {
-  std::function<void()> change;
-  impl.on_all_in_section("BackupAndRestore",
-                         [&] { change = impl.change_to(ModelImpl::parse_read(file, impl.read_on_all(file))); });
-  return change;
-}
-
 }  // namespace
 
 BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options)
@@ -60,28 +52,22 @@ BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptio
 
 void BackupAndRestore::on_train_begin() {
   auto& impl = unwrap(model());
-  require_no_servers("BackupAndRestore", options_.background, model());
+  if (options_.background) impl.lead->require_background("BackupAndRestore");
   background_->start(impl);
   const auto look = [&] {
     impl.topology.all.run_on_rank_0([&] { take_folder(); });
     return ModelImpl::Numbers{is_there() ? 1.0 : 0.0};
   };
-  if (impl.in_section("BackupAndRestore", look).front() == 0) {
-    if (impl.lead->has_servers_checkpoints()) model().save_checkpoint(file_);  // for servers that are started again
-    return;
-  }
-  load_last_whole([&] {
-    if (impl.lead->has_servers_checkpoints()) return model().load_checkpoint(file_);
-    change_to_backup(impl, file_)();
-  });
+  if (impl.in_section("BackupAndRestore", look).front() == 0) return impl.lead->write_first_backup(file_);
+  load_last_whole([&] { impl.lead->load_checkpoint(file_); });
   if (!model().strategy().is_chief()) return;
-  const bool at_end = impl.stopping || impl.progress.epoch >= plan().epochs;
+  const bool at_end = impl.fit.stopping || impl.state.progress.epoch >= plan().epochs;
   if (!at_end) {
-    return log_info(text("BackupAndRestore: fit goes on from ", file_, ", in epoch ", impl.progress.epoch + 1,
-                         " after ", impl.progress.batch, " steps"));
+    return log_info(text("BackupAndRestore: fit goes on from ", file_, ", in epoch ", impl.state.progress.epoch + 1,
+                         " after ", impl.state.progress.batch, " steps"));
   }
-  log_warning(text("BackupAndRestore: ", file_, " was trained to the end (", impl.progress.epoch, " of ", plan().epochs,
-                   " epochs", impl.stopping ? ", when a callback stopped it" : "",
+  log_warning(text("BackupAndRestore: ", file_, " was trained to the end (", impl.state.progress.epoch, " of ",
+                   plan().epochs, " epochs", impl.fit.stopping ? ", when a callback stopped it" : "",
                    "): fit only restores it. To train anew, remove that file"));
 }
 
@@ -110,7 +96,7 @@ std::function<void()> BackupAndRestore::on_state_lost() {
   background_->give_up(std::chrono::seconds(0));
   if (!is_there()) return nullptr;
   std::function<void()> change;
-  load_last_whole([&] { change = change_to_backup(unwrap(model()), file_); });
+  load_last_whole([&] { change = unwrap(model()).state.read_all(file_); });
   return change;
 }
 
@@ -153,7 +139,6 @@ void BackupAndRestore::back_up(bool in_background) {
 
 void BackupAndRestore::write_backup(bool in_background) {
   auto& impl = unwrap(model());
-  if (impl.lead->has_servers_checkpoints()) return impl.lead->write_checkpoint(file_);
   const auto keep_previous = [file = file_, previous = previous_](const std::function<void()>& write) {
     const auto kept = previous + kPart;
     checkpoint::remove_own_archive(kept);  // of a process that was killed
@@ -165,21 +150,20 @@ void BackupAndRestore::write_backup(bool in_background) {
       throw;
     }
     if (checkpoint::file_exists(kept)) checkpoint::rename_file(kept, previous);
-    checkpoint::remove_rows(file);  // of a checkpoint that was made with parameter servers
   };
-  if (in_background) return background_->begin(impl, {.path = file_, .around = keep_previous});
-  const auto archive = impl.save_state();
-  impl.topology.all.run_on_rank_0([&] { keep_previous([&] { write_archive(file_, archive); }); });
+  const train::StateFile backup{.path = file_, .around = keep_previous};
+  in_background ? background_->begin(impl, backup) : impl.lead->write(backup);
 }
 
 void BackupAndRestore::save(Archive& archive, const std::string& prefix) const {
   const auto& impl = unwrap(model());
-  archive.entries[prefix + "/stopping"] = (impl.stopping || impl.agreed_to_stop) && !impl.out_of_data ? "1" : "0";
+  archive.entries[prefix + "/stopping"] =
+      (impl.fit.stopping || impl.fit.agreed_to_stop) && !impl.fit.out_of_data ? "1" : "0";
 }
 
 // A request to stop training holds after a restart too.
 std::function<void()> BackupAndRestore::load(const Archive& archive, const std::string& prefix) {
-  return [this, stopping = archive.integer(prefix + "/stopping") != 0] { unwrap(model()).stopping = stopping; };
+  return [this, stopping = archive.integer(prefix + "/stopping") != 0] { unwrap(model()).fit.stopping = stopping; };
 }
 
 void BackupAndRestore::on_join() { background_->start(unwrap(model())); }
@@ -189,7 +173,7 @@ void BackupAndRestore::on_train_batch_end(std::int64_t batch, const Logs&) {
     warn_of_lost(model(), "BackupAndRestore", file_);
     save_or_warn(model(), "BackupAndRestore", [this] { back_up(/*in_background=*/true); });
   }
-  if (!unwrap(model()).passed_multiple(batch + 1, options_.save_freq)) return;
+  if (!unwrap(model()).fit.passed_multiple(batch + 1, options_.save_freq)) return;
   save_or_warn(model(), "BackupAndRestore", [this] { back_up(options_.background); });
 }
 

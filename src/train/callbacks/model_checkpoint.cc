@@ -24,14 +24,15 @@ void ModelCheckpoint::on_train_begin() {
   auto& impl = unwrap(model());
   if (options_.save_best_only) mode_ = train::resolved("ModelCheckpoint", options_.mode, options_.monitor, model());
   std::vector<std::string> names{"epoch", "batch"};
-  for (const auto& [name, value] : impl.tracker->logs()) {
+  for (const auto& [name, value] : impl.state.tracker->logs()) {
     names.push_back(name);
     if (plan().validates && options_.save_freq == 0) names.push_back("val_" + name);
   }
   // A callback of the user's may add logs of its own.
-  const bool known = std::all_of(impl.callbacks.begin(), impl.callbacks.end(), [](const AnyCallback& callback) {
-    return train::name_of_type(*callback.operator->()).starts_with("lockstep::");
-  });
+  const bool known =
+      std::all_of(impl.state.callbacks.begin(), impl.state.callbacks.end(), [](const AnyCallback& callback) {
+        return train::name_of_type(*callback.operator->()).starts_with("lockstep::");
+      });
   train::fill_in(filepath_, [&](const std::string& name) {
     if (std::find(names.begin(), names.end(), name) != names.end()) return 0.0;
     if (!known && !name.starts_with("val_")) return 0.0;
@@ -39,7 +40,7 @@ void ModelCheckpoint::on_train_begin() {
     throw InvalidArgument(
         text("ModelCheckpoint: no log is called {", name, "} as in ", filepath_, why, "; there are ", join(names)));
   });
-  require_no_servers("ModelCheckpoint", options_.background, model());
+  if (options_.background) impl.lead->require_background("ModelCheckpoint");
   background_->start(impl);
   const auto require_folder = [&] {
     const auto folder = train::fixed_folder_of(filepath_);
@@ -53,7 +54,7 @@ void ModelCheckpoint::on_train_batch_end(std::int64_t batch, const Logs& logs) {
   batch_ = batch;
   logs_ = logs;
   if (background_->is_lost(unwrap(model()))) make_again();
-  since_save_ += unwrap(model()).batches_of_call;
+  since_save_ += unwrap(model()).fit.batches_of_call;
   if (options_.save_freq == 0 || since_save_ < options_.save_freq) return;
   since_save_ = 0;
   if (!options_.save_best_only || improves(logs)) save_model(batch, logs);
@@ -89,7 +90,7 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
     return;
   }
   problem_ = save_or_warn(model(), "ModelCheckpoint", [&] {
-    options_.save_weights_only ? impl.write_weights(path) : impl.lead->write_checkpoint(path);
+    impl.lead->write({.path = path, .weights_only = options_.save_weights_only});
     auto kept = kept_;
     impl.topology.all.run_on_rank_0([&] { record_checkpoint(path, kept, options_.max_to_keep); });
   });

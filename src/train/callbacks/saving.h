@@ -21,13 +21,6 @@ inline void require_not_negative(const char* what, std::int64_t value) {
   if (value < 0) throw InvalidArgument(text(what, " is ", value, "; it must be 0 or more"));
 }
 
-inline void require_no_servers(const char* callback, bool background, const Model& model) {
-  if (!background || !unwrap(model).lead->has_servers_checkpoints()) return;
-  throw InvalidArgument(text(callback,
-                             ": background is not for strategies with parameter servers, which write a "
-                             "checkpoint without stopping the steps anyway"));
-}
-
 // Returns why act() failed; empty where it did not.
 std::string done_or_why(const char* callback, const auto& act) {
   try {

@@ -92,7 +92,8 @@ void EarlyStopping::on_epoch_end(int epoch, const Logs& logs) {
 
 void EarlyStopping::on_train_end() {
   if (stopped_epoch_ >= 0) log_info(text("epoch ", stopped_epoch_ + 1, ": early stopping"));
-  if (best_weights_) unwrap(model()).load_weights(unwrap(model()).from_chief(*best_weights_));
+  auto& state = unwrap(model()).state;
+  if (best_weights_) state.load_weights(state.from_chief(*best_weights_));
 }
 
 void EarlyStopping::save(Archive& archive, const std::string& prefix) const {

@@ -38,7 +38,7 @@ void TensorBoard::on_train_begin() {
 
 void TensorBoard::on_train_batch_end(std::int64_t, const Logs& logs) {
   const auto step = model().iterations();
-  if (!unwrap(model()).passed_multiple(step, options_.update_freq)) return;
+  if (!unwrap(model()).fit.passed_multiple(step, options_.update_freq)) return;
   for (const auto& [name, value] : logs) writers_->train().scalar("batch_" + name, step, value);
 }
 

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "base/text.h"
+#include "checkpoint/state.h"
 #include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "lockstep/train/model.h"
@@ -180,14 +181,14 @@ void for_each_layer(const std::vector<Layer>& layers, const Act& act) {
 std::shared_ptr<const LayerSpec> nested_spec(const Sequential& nested) {
   const auto& impl = unwrap(nested);
   std::optional<Archive> first_values;
-  if (impl.pending_weights) {
-    const auto& [archive, options] = *impl.pending_weights;
+  if (impl.state.pending_weights) {
+    const auto& [archive, options] = *impl.state.pending_weights;
     if (options.skip_mismatch || options.by_name) {
       throw InvalidArgument("Layer: the nested Sequential was given weights by name, or such as fit: build it first");
     }
     first_values = archive;
   }
-  if (impl.parameters != nullptr) first_values = impl.from_chief(impl.save_weights());
+  if (impl.parameters != nullptr) first_values = impl.state.from_chief(checkpoint::archive_of(impl.state.weights()));
   return std::make_shared<NestedSpec>(nested.layers(), std::move(first_values));
 }
 
@@ -213,11 +214,11 @@ Layer::Layer(std::shared_ptr<const LayerSpec> spec)
 
 Layer::Layer(const Sequential& nested) {
   auto& impl = unwrap(nested);
-  if (!impl.as_layer) {
-    impl.as_layer.emplace(nested_spec(nested));
+  if (!impl.definition.as_layer) {
+    impl.definition.as_layer.emplace(nested_spec(nested));
     train::give_to(nested.layers(), 0);
   }
-  *this = *impl.as_layer;
+  *this = *impl.definition.as_layer;
 }
 
 }  // namespace lockstep
