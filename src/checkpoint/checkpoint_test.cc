@@ -20,6 +20,7 @@
 
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
+#include "checkpoint/state.h"
 #include "lockstep/base/error.h"
 
 namespace {
@@ -357,6 +358,19 @@ TEST(Checkpoint, ARestoreHappensWholeOrNotAtAll) {
   Checkpoint both({{"first", track(first)}, {"second", track(second)}});
   EXPECT_THROW(both.restore(path), InvalidArgument);
   EXPECT_EQ(first, 10);
+  EXPECT_EQ(second, 2);
+}
+
+TEST(State, PartsOfPartsAreSavedUnderTheirPrefixesAndLoadedTogether) {
+  std::int64_t first = 1, second = 2;
+  const auto state = compose({{"", compose({{"a", track(first)}})}, {"b", compose({{"c", track(second)}})}});
+  const auto printed = print_state(state);
+  EXPECT_EQ(archive_of(state).entries, (std::map<std::string, std::string>{{"a", "1"}, {"b/c", "2"}}));
+  first = second = 0;
+  const auto change = parse_state("a state", printed, state);
+  EXPECT_EQ(first + second, 0);
+  change();
+  EXPECT_EQ(first, 1);
   EXPECT_EQ(second, 2);
 }
 
