@@ -76,9 +76,9 @@ void Bucketed::divide() {
   ShardsOfRanks shards(static_cast<std::size_t>(ranks_.size()));
   for (const auto& bucket : scattered_) {
     const auto& first = parameters_.slots()[trainable_[bucket.first_slot]];
-    ranges.push_back({first.dtype, first.offset, bucket.counts});
+    ranges.push_back({first.dtype, first.offset, bucket.cut.counts});
     for (std::size_t rank = 0; rank < shards.size(); ++rank) {
-      for (const auto& shard : bucket.shards[rank])
+      for (const auto& shard : bucket.cut.shards[rank])
         shards[rank].push_back({trainable_[shard.slot], shard.begin, shard.count});
     }
   }
@@ -188,7 +188,7 @@ void Bucketed::copy_sums() const {
   std::vector<Call> calls;
   for (const auto& bucket : scattered_) {
     const auto part_of = [&](int owner) {
-      const auto part = collective::share_of(bucket.counts, 0, owner);
+      const auto part = collective::share_of(bucket.cut.counts, 0, owner);
       const auto dtype = ops::dtype_of(bucket.mean.scalar_type());
       auto* const sums = static_cast<std::byte*>(bucket.mean.mutable_data_ptr());
       return Buffer{sums + part.begin * size_of(dtype), part.count(), dtype};
@@ -205,7 +205,8 @@ void Bucketed::publish(const Group& replicas, Deadline deadline) {
   const int replica = replicas.rank();
   replicas.barrier(deadline);                                 // all shards of this process are updated
   const bool has_all = options_.hosts && ranks_.size() <= 2;  // its own and the copies
-  if (replica == 0 && !has_all) ownership_.gather_values(parameters_);
+  if (replica == 0 && !has_all)
+    ownership_.gather_values([this](at::ScalarType dtype) { return parameters_.flat(0, dtype); });
   replicas.barrier(deadline);
   if (replica == 0 || replica >= parameters_.copies()) return;
   const at::NoGradGuard no_grad;

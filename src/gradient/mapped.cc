@@ -9,10 +9,8 @@ namespace lockstep::gradient {
 namespace {
 
 Ownership divided_evenly(const ReplicatedParameters& parameters, const Communicator& ranks) {
-  const auto map = ShardMap::even(parameters.trainable(), ranks.size());
-  ShardsOfRanks shards;
-  for (int rank = 0; rank < ranks.size(); ++rank) shards.push_back(map.of(rank));
-  return {ranks, std::move(shards), parameters.replicas(), Ownership::Writes::first_copies};
+  return {ranks, ShardMap::even(parameters.trainable(), ranks.size()).shares(), parameters.replicas(),
+          Ownership::Writes::first_copies};
 }
 
 }  // namespace

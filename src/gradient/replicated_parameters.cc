@@ -119,12 +119,12 @@ void ReplicatedParameters::find_slots() {
     check_dtype(slot);
     slots_.push_back(std::move(slot));
   }
-  std::map<at::ScalarType, std::int64_t> used;
+  std::map<at::ScalarType, gradient::FlatLayout> layouts;
   for (const bool trainable : {true, false}) {
-    for (auto& slot : slots_) {
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      auto& slot = slots_[i];
       if (!slot.flat || slot.trainable != trainable) continue;
-      slot.offset =
-          std::exchange(used[slot.dtype], used[slot.dtype] + gradient::whole_lines(slot.capacity, slot.dtype));
+      slot.offset = layouts.try_emplace(slot.dtype, slot.dtype).first->second.add(i, slot.capacity);
     }
   }
 }

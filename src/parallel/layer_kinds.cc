@@ -7,7 +7,7 @@
 #include <typeinfo>
 
 #include "base/text.h"
-#include "parallel/gradient_norm.h"
+#include "parallel/gradients.h"
 #include "parallel/rehearsal_group.h"
 #include "parallel/tensor_entries.h"
 

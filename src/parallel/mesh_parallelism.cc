@@ -9,10 +9,10 @@
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/divided_parameter.h"
 #include "parallel/exchange.h"
+#include "parallel/gradients.h"
 #include "parallel/layout_map.h"
 #include "parallel/name_pattern.h"
-#include "parallel/split_shards.h"
-#include "parallel/sum_gradients.h"
+#include "parallel/sharded_units.h"
 #include "parallel/tensor_entries.h"
 #include "parallel/tied_parameters.h"
 

@@ -13,7 +13,7 @@
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/counted_labels.h"
-#include "parallel/gradient_norm.h"
+#include "parallel/gradients.h"
 #include "parallel/mesh_backend.h"
 #include "parallel/pipeline_run.h"
 #include "parallel/pipeline_timeline.h"
