@@ -13,7 +13,6 @@
 #include "gradient/gradient_hooks.h"
 #include "gradient/moving_state.h"
 #include "gradient/reduction.h"
-#include "gradient/traced_update.h"
 #include "gradient/updater.h"
 
 namespace lockstep::gradient {

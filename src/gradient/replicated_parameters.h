@@ -13,7 +13,7 @@
 
 #include "collective/topology.h"
 #include "gradient/ownership.h"
-#include "gradient/split_module.h"
+#include "gradient/parameter_parts.h"
 #include "ops/traced_program.h"
 
 namespace torch::nn {

@@ -10,10 +10,10 @@
 
 #include "base/text.h"
 #include "ops/replica_random.h"
-#include "parallel/bytes_in_use.h"
+#include "parallel/layer_measurements.h"
 #include "parallel/layers_module.h"
+#include "parallel/pipeline_run.h"
 #include "parallel/sharded_units.h"
-#include "parallel/synchronize.h"
 
 namespace lockstep {
 namespace {

@@ -9,7 +9,7 @@
 #include "gradient/ownership.h"
 #include "gradient/parameter_parts.h"
 #include "parallel/gradients.h"
-#include "parallel/name_pattern.h"
+#include "parallel/plan_entries.h"
 #include "parallel/sharded_units.h"
 #include "parallel/tied_parameters.h"
 

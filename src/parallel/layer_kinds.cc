@@ -8,8 +8,8 @@
 
 #include "base/text.h"
 #include "parallel/gradients.h"
+#include "parallel/plan_entries.h"
 #include "parallel/rehearsal_group.h"
-#include "parallel/tensor_entries.h"
 
 namespace lockstep::parallel {
 namespace {

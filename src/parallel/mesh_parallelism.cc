@@ -10,10 +10,8 @@
 #include "parallel/divided_parameter.h"
 #include "parallel/exchange.h"
 #include "parallel/gradients.h"
-#include "parallel/layout_map.h"
-#include "parallel/name_pattern.h"
+#include "parallel/plan_entries.h"
 #include "parallel/sharded_units.h"
-#include "parallel/tensor_entries.h"
 #include "parallel/tied_parameters.h"
 
 namespace lockstep::parallel {

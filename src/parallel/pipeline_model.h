@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "gradient/split_module.h"
+#include "gradient/parameter_parts.h"
 #include "parallel/mesh_parallelism.h"
 
 namespace lockstep::parallel {

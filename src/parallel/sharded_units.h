@@ -9,7 +9,7 @@
 
 #include "gradient/backward_weights.h"
 #include "gradient/gradient_hooks.h"
-#include "gradient/split_module.h"
+#include "gradient/parameter_parts.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "parallel/flat_shard.h"
 

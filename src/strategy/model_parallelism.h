@@ -5,7 +5,7 @@
 #include <string>
 
 #include "collective/topology.h"
-#include "gradient/split_module.h"
+#include "gradient/parameter_parts.h"
 
 namespace torch::nn {
 class Module;
