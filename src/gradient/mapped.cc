@@ -8,7 +8,7 @@
 namespace lockstep::gradient {
 namespace {
 
-Ownership divided_evenly(const ReplicatedParameters& parameters, const Communicator& ranks) {
+Ownership sharded_evenly(const ReplicatedParameters& parameters, const Communicator& ranks) {
   return {ranks, ShardMap::even(parameters.trainable(), ranks.size()).shares(), parameters.replicas(),
           Ownership::Writes::first_copies};
 }
@@ -26,7 +26,7 @@ std::unique_ptr<Mapped> Mapped::make(ReplicatedParameters& parameters, const Com
 }
 
 Mapped::Mapped(const ReplicatedParameters& parameters, Communicator ranks, const std::vector<Memory>& memories)
-    : Reduction(divided_evenly(parameters, ranks), /*during_backward=*/true),
+    : Reduction(sharded_evenly(parameters, ranks), /*during_backward=*/true),
       parameters_(parameters),
       ranks_(std::move(ranks)),
       own_(parameters) {

@@ -90,7 +90,7 @@ void MovingState::move(Updater& updater) {
   const at::NoGradGuard no_grad;
   const auto all = gather_versions();
   if (parameters_->topology().all.any(is_lost_)) return lose_state(updater, all, kSomePart);  // some do not know
-  if (updater.ownership().is_divided()) return divide_anew(updater, all);
+  if (updater.ownership().is_sharded()) return divide_anew(updater, all);
   // Processes that have the state have all of it, and keep it.
   ShardsOfRanks had(all.size(), parameters_->trainable()), needed = had;
   for (std::size_t rank = 0; rank < all.size(); ++rank) (all[rank].empty() ? had : needed)[rank].clear();

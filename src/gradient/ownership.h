@@ -133,18 +133,18 @@ class Ownership {
   const ShardMap& own() const { return own_; }
   const ShardMap& copies() const { return copies_; }
 
-  // The shards that a rank owns. Requires is_divided().
+  // The shards that a rank owns. Requires is_sharded().
   const std::vector<Shard>& of(int rank) const { return shards_[static_cast<std::size_t>(rank)]; }
 
   // The shards whose state each process has: its own, and its copies.
   const ShardsOfRanks& held() const { return held_; }
 
-  bool is_divided() const { return ranks_.has_value(); }
+  bool is_sharded() const { return ranks_.has_value(); }
   Writes writes() const { return writes_; }
   const std::vector<OwnedRange>& ranges() const { return ranges_; }
 
   // The rank whose shards this process has copies of, and the rank that has copies of this process's shards. This rank
-  // itself where there are no copies. Requires is_divided().
+  // itself where there are no copies. Requires is_sharded().
   int copied_rank() const;
   int rank_of_copies() const;
 
@@ -155,7 +155,7 @@ class Ownership {
   // undefined, or `own`. Collective over the processes.
   at::Tensor gather_slot(std::size_t slot, at::IntArrayRef sizes, const at::Tensor& own) const;
 
-  // The same on all ranks, on the device of `own`. Requires is_divided().
+  // Gathers the slot on all ranks, on the device of `own`. Requires is_sharded().
   at::Tensor all_gather_slot(std::size_t slot, at::IntArrayRef sizes, const at::Tensor& own) const;
 
   // Brings the values in `ranges` from their owners to the flat buffers, by their dtypes, of every process. Collective

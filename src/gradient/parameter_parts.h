@@ -1,5 +1,5 @@
-// The parameters that a process trains: those of a module, or of its part of a module that is split over several
-// processes (module `parallel`), each of which may have a part of a parameter.
+// The parameters that a process trains: those of a module, or those of its part of a module that is split over several
+// processes (module `parallel`). Each process may have a part of a parameter.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -55,7 +55,7 @@ struct TrainedTensor {
   std::int64_t capacity = 0;  // elements that its place in the flat buffers has, if more than it needs
 };
 
-struct SplitModule {
+struct ModelPart {
   std::vector<TrainedTensor> trained;  // in place of the module's own parameters; one under several names is tied
 
   // All parameters of the whole model, a line each: the same on all workers.

@@ -1,5 +1,5 @@
-// What Horovod's operations share: tensors as they take them, gradients, bytes, and the options of both kinds of
-// DistributedOptimizer.
+// Horovod's operations share these: tensors as operations take them, gradients, bytes, and how both kinds of
+// DistributedOptimizer read their options.
 #pragma once
 
 #include <ATen/Functions.h>

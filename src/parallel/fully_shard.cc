@@ -168,10 +168,10 @@ void add_units(torch::nn::Module& module, const std::vector<std::string>& patter
   add(module, "", true);
 }
 
-gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, const torch::nn::Module& module) {
+gradient::ModelPart own_part(const std::shared_ptr<ShardedUnits>& units, const torch::nn::Module& module) {
   std::map<const at::TensorImpl*, std::string> names;  // the first ones
   for (const auto& each : module.named_parameters()) names.try_emplace(each.value().unsafeGetTensorImpl(), each.key());
-  gradient::SplitModule split;
+  gradient::ModelPart split;
   units->for_each_flat_shard([&](const FlatShard& flat) {
     auto capacity = flat.own_elements();
     for (std::size_t i = 0; i < flat.parameters().size(); ++i) {

@@ -143,7 +143,7 @@ void add_units(torch::nn::Module& module, const std::vector<std::string>& patter
 
 // For strategies: returns the part that a rank trains of a module whose parameters are in these units. These are its
 // shards, under the parameters' names in the module. Shards stay in one piece for each flat buffer of the units.
-gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, const torch::nn::Module& module);
+gradient::ModelPart own_part(const std::shared_ptr<ShardedUnits>& units, const torch::nn::Module& module);
 
 // True where fully_shard has divided the module's parameter.
 bool is_sharded(const Tensor& parameter);

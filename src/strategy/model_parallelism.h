@@ -28,7 +28,7 @@ class ModelParallelism {
   virtual void regroup(double timeout_seconds) const = 0;
 
   // Keeps this worker's part of a module, which all have made. Collective over the workers.
-  virtual gradient::SplitModule split(torch::nn::Module& module) const = 0;
+  virtual gradient::ModelPart split(torch::nn::Module& module) const = 0;
 };
 
 }  // namespace lockstep::strategy
