@@ -1,7 +1,7 @@
 // fit with layers of experts on meshes against fit on one device.
 #include "base/expect_says_testing.h"
 #include "meshes.h"
-#include "parallel/expert_testing.h"
+#include "parallel/transformer_testing.h"
 
 namespace lockstep {
 namespace {

@@ -17,16 +17,29 @@ namespace {
 // A tensor's elements in the order of its memory, which has no gaps.
 at::Tensor flattened(const at::Tensor& tensor) { return tensor.as_strided({tensor.numel()}, {1}); }
 
-// Values of one dtype, rank after rank, in memory of the Group.
-struct Values {
-  at::Tensor all;
-  Counts counts;  // [rank]
-};
-
-std::vector<gradient::Shard> whole_shards(const std::vector<at::Tensor>& parameters) {
-  std::vector<gradient::Shard> shards;
-  for (std::size_t i = 0; i < parameters.size(); ++i) shards.push_back({i, 0, parameters[i].numel()});
-  return shards;
+// Equal shares of the elements. The ranges are those of flat buffers that have the ranks' shards of a dtype one after
+// the other.
+gradient::Ownership ownership_of(const std::vector<at::Tensor>& parameters, const Communicator& ranks) {
+  std::vector<gradient::Shard> whole;
+  for (std::size_t i = 0; i < parameters.size(); ++i) whole.push_back({i, 0, parameters[i].numel()});
+  const auto map = gradient::ShardMap::even(std::move(whole), ranks.size());
+  std::vector<gradient::OwnedRange> ranges;
+  for (const auto dtype : {at::kFloat, at::kDouble}) {
+    gradient::OwnedRange range{dtype, 0, {}};
+    for (const auto& shards : map.shares()) {
+      auto& count = range.counts.emplace_back();
+      for (const auto& shard : shards) {
+        if (parameters[shard.slot].scalar_type() == dtype) count += static_cast<std::size_t>(shard.count);
+      }
+    }
+    if (range.count() > 0) ranges.push_back(std::move(range));
+  }
+  return {ranks,
+          map.shares(),
+          /*replicas=*/1,
+          gradient::Ownership::Writes::first_copy,
+          /*distance_of_copies=*/0,
+          std::move(ranges)};
 }
 
 // Compares the ranks' parameters first, so that the checks that follow fail on all ranks or on none.
@@ -60,23 +73,23 @@ struct ShardedParameters::State {
       : parameters(std::move(all)),
         ranks(
             members.with_purpose(Purpose(text("the values of ShardedOptimizer ", members.group().next_number() + 1)))),
-        map(gradient::ShardMap::even(whole_shards(parameters), ranks.size())) {
+        ownership(ownership_of(parameters, ranks)) {
     for (const auto& parameter : parameters) places.push_back(parameter.const_data_ptr());
   }
 
   const std::vector<at::Tensor> parameters;
   const Communicator ranks;
-  const gradient::ShardMap map;     // owners are ranks
+  const gradient::Ownership ownership;
   std::vector<const void*> places;  // [parameter]: address of its values
   const std::int64_t regroups = ranks.regroups();
-  std::map<at::ScalarType, Values> values;
+  std::map<at::ScalarType, at::Tensor> values;  // of all shards of a dtype, rank after rank, in memory of the Group
 
   // Calls act(rank, the shard in its parameter, the shard in `all`) for each shard of the dtype.
   template <class Act>
   void each_shard(at::ScalarType dtype, const at::Tensor& all, const Act& act) const {
     std::int64_t at = 0;
     for (int rank = 0; rank < ranks.size(); ++rank) {
-      for (const auto& shard : map.of(rank)) {
+      for (const auto& shard : ownership.of(rank)) {
         const auto& parameter = parameters[shard.slot];
         if (parameter.scalar_type() != dtype) continue;
         act(rank, flattened(parameter.detach()).narrow(0, shard.begin, shard.count), all.narrow(0, at, shard.count));
@@ -88,21 +101,12 @@ struct ShardedParameters::State {
 
 ShardedParameters::ShardedParameters(std::vector<at::Tensor> parameters, Communicator ranks)
     : state_((check(parameters, ranks), std::make_unique<State>(std::move(parameters), ranks))) {
-  for (const auto dtype : {at::kFloat, at::kDouble}) {
-    Values values{.counts = Counts(static_cast<std::size_t>(state_->ranks.size()))};
-    std::size_t count = 0;
-    for (int rank = 0; rank < state_->ranks.size(); ++rank) {
-      for (const auto& shard : state_->map.of(rank)) {
-        if (state_->parameters[shard.slot].scalar_type() != dtype) continue;
-        values.counts[static_cast<std::size_t>(rank)] += static_cast<std::size_t>(shard.count);
-        count += static_cast<std::size_t>(shard.count);
-      }
-    }
-    if (count == 0) continue;
-    const auto memory = state_->ranks.group().allocate(count * at::elementSize(dtype));
-    values.all = at::from_blob(
-        memory.get(), {static_cast<std::int64_t>(count)}, [memory](void*) {}, at::TensorOptions(dtype));
-    state_->values.emplace(dtype, std::move(values));
+  for (const auto& range : state_->ownership.ranges()) {
+    const auto bytes = static_cast<std::size_t>(range.count()) * at::elementSize(range.dtype);
+    const auto memory = state_->ranks.group().allocate(bytes);
+    state_->values.emplace(range.dtype,
+                           at::from_blob(
+                               memory.get(), {range.count()}, [memory](void*) {}, at::TensorOptions(range.dtype)));
   }
 }
 
@@ -123,12 +127,10 @@ void ShardedParameters::require_as_made() const {
 
 at::Tensor ShardedParameters::shard(std::size_t i, int rank, const at::Tensor& whole) const {
   const auto& parameter = state_->parameters[i];
-  for (const auto& shard : state_->map.of(rank)) {
-    if (shard.slot != i) continue;
-    const bool same_order = whole.strides() == parameter.strides();
-    return flattened(same_order ? whole : at::empty_like(parameter).copy_(whole)).narrow(0, shard.begin, shard.count);
-  }
-  return {};
+  const auto own = gradient::shard_of(state_->ownership.of(rank), i);
+  if (own.count == 0) return {};
+  const bool same_order = whole.strides() == parameter.strides();
+  return flattened(same_order ? whole : at::empty_like(parameter).copy_(whole)).narrow(0, own.begin, own.count);
 }
 
 std::vector<at::Tensor> ShardedParameters::shards(int rank) const {
@@ -156,14 +158,16 @@ void ShardedParameters::take_gradients(const std::vector<at::Tensor>& shards) co
 
 void ShardedParameters::gather_values() {
   const at::NoGradGuard no_gradient;
-  const auto& ranks = state_->ranks;
+  const int own = state_->ranks.rank();
   for (const auto& [dtype, values] : state_->values) {
-    state_->each_shard(dtype, values.all, [&](int rank, const at::Tensor& parameter, const at::Tensor& value) {
-      if (rank == ranks.rank()) value.copy_(parameter);
+    state_->each_shard(dtype, values, [&](int rank, const at::Tensor& parameter, const at::Tensor& value) {
+      if (rank == own) value.copy_(parameter);
     });
-    gradient::gather_in_place(ranks, values.all, values.counts);
-    state_->each_shard(dtype, values.all, [&](int rank, const at::Tensor& parameter, const at::Tensor& value) {
-      if (rank != ranks.rank()) parameter.copy_(value);
+  }
+  state_->ownership.gather_values([&](at::ScalarType dtype) { return state_->values.at(dtype); });
+  for (const auto& [dtype, values] : state_->values) {
+    state_->each_shard(dtype, values, [&](int rank, const at::Tensor& parameter, const at::Tensor& value) {
+      if (rank != own) parameter.copy_(value);
     });
   }
 }

@@ -44,7 +44,7 @@ void Bucketed::prepare() {
   } else if (buckets_->rebuild_after_regroup()) {
     start_step();
   }
-  if (options_.divide_state) {
+  if (options_.shard_state) {
     divide();
   } else {
     ownership_ = undivided(parameters_, ranks_.size());
@@ -63,7 +63,7 @@ void Bucketed::make_buckets() {
     end = slot.offset + whole_lines(slot.numel, slot.dtype);
   }
   auto options = options_.buckets;
-  options.scatter = options_.divide_state;
+  options.scatter = options_.shard_state;
   options.called = "the gradients of model";
   buckets_ = std::make_unique<Buckets>(std::move(slots), ranks_, std::move(options));
 }
@@ -76,9 +76,9 @@ void Bucketed::divide() {
   ShardsOfRanks shards(static_cast<std::size_t>(ranks_.size()));
   for (const auto& bucket : scattered_) {
     const auto& first = parameters_.slots()[trainable_[bucket.first_slot]];
-    ranges.push_back({first.dtype, first.offset, bucket.counts});
+    ranges.push_back({first.dtype, first.offset, bucket.cut.counts});
     for (std::size_t rank = 0; rank < shards.size(); ++rank) {
-      for (const auto& shard : bucket.shards[rank])
+      for (const auto& shard : bucket.cut.shards[rank])
         shards[rank].push_back({trainable_[shard.slot], shard.begin, shard.count});
     }
   }
@@ -179,7 +179,7 @@ void Bucketed::reduce() {
            .parts = {&part_, 1}};
   for (const auto slot : trainable_)
     means_[slot] = buckets_->has_gradient(place(slot)) ? buckets_->mean(place(slot)) : at::Tensor();
-  if (options_.divide_state && options_.hosts && ranks_.size() > 1) copy_sums();
+  if (options_.shard_state && options_.hosts && ranks_.size() > 1) copy_sums();
 }
 
 // Sends this rank's sums to the rank that has copies of its shards.
@@ -188,7 +188,7 @@ void Bucketed::copy_sums() const {
   std::vector<Call> calls;
   for (const auto& bucket : scattered_) {
     const auto part_of = [&](int owner) {
-      const auto part = collective::share_of(bucket.counts, 0, owner);
+      const auto part = collective::share_of(bucket.cut.counts, 0, owner);
       const auto dtype = ops::dtype_of(bucket.mean.scalar_type());
       auto* const sums = static_cast<std::byte*>(bucket.mean.mutable_data_ptr());
       return Buffer{sums + part.begin * size_of(dtype), part.count(), dtype};
@@ -201,11 +201,12 @@ void Bucketed::copy_sums() const {
 }
 
 void Bucketed::publish(const Group& replicas, Deadline deadline) {
-  if (!options_.divide_state) return;
+  if (!options_.shard_state) return;
   const int replica = replicas.rank();
   replicas.barrier(deadline);                                 // all shards of this process are updated
   const bool has_all = options_.hosts && ranks_.size() <= 2;  // its own and the copies
-  if (replica == 0 && !has_all) ownership_.gather_values(parameters_);
+  if (replica == 0 && !has_all)
+    ownership_.gather_values([this](at::ScalarType dtype) { return parameters_.flat(0, dtype); });
   replicas.barrier(deadline);
   if (replica == 0 || replica >= parameters_.copies()) return;
   const at::NoGradGuard no_grad;
@@ -227,7 +228,7 @@ void Bucketed::end_step(int replica, StepEnd end) {
 Reduction::State Bucketed::state() const {
   if (!buckets_) return {};
   State state{.weight_scale = buckets_->weights().scale()};
-  if (!buckets_->knows_order() || options_.divide_state) return state;
+  if (!buckets_->knows_order() || options_.shard_state) return state;
   for (const auto place : buckets_->order()) {
     state.order.push_back(static_cast<std::int64_t>(trainable_[static_cast<std::size_t>(place)]));
   }

@@ -1,7 +1,7 @@
 // Sums between processes while backward runs: the gradients of this process's replicas are added up here, and reduced
 // over the processes in buckets.
 //
-// The optimizer's state may be divided over the processes: each updates its own shards of the parameters.
+// The optimizer's state may be sharded over the processes: each updates its own shards of the parameters.
 // Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020: stage 1, with
 // gradients that are reduced at their owners only. A bucket is a range of the flat parameters:
 //
@@ -39,7 +39,7 @@ namespace lockstep::gradient {
 struct BucketedOptions {
   BucketOptions buckets;
   bool sum = false;                                      // updates use the sum over the processes instead of the mean
-  bool divide_state = false;                             // each process has state for its own shards alone
+  bool shard_state = false;                              // each process has state for its own shards alone
   std::function<std::vector<std::string>()> hosts = {};  // of the processes, now, in an elastic job: [rank]; else null
 };
 
@@ -48,7 +48,7 @@ class Bucketed final : public Reduction {
   Bucketed(ReplicatedParameters& parameters, Communicator ranks, BucketedOptions options);
 
   // Throws InvalidArgument on all processes where models, or the numbers of replicas, differ. Where the state is
-  // divided, puts the first copy of the values into memory of the Group.
+  // sharded, puts the first copy of the values into memory of the Group.
   void prepare() override;
   at::Tensor memory_for(int replica, std::size_t slot) const override;
   void add(int replica, std::size_t slot, const at::Tensor& gradient) override;
@@ -82,7 +82,7 @@ class Bucketed final : public Reduction {
 
   // Constant between calls of `prepare`; null and empty before the first.
   std::unique_ptr<Buckets> buckets_;
-  std::vector<ScatteredBucket> scattered_;  // where the state is divided
+  std::vector<ScatteredBucket> scattered_;  // where the state is sharded
 
   std::vector<Slot> slots_;
   std::vector<double> weights_;  // [replica]; written by that replica

@@ -144,14 +144,13 @@ std::vector<std::vector<std::size_t>> Buckets::slots_of_buckets() const {
 Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
   if (options_.scatter) std::sort(slots.begin(), slots.end());  // in the order of the flat parameters
   Bucket bucket;
-  std::int64_t elements = 0;
+  const auto type = infos_[slots[0]].dtype;
+  FlatLayout layout(type, /*aligned=*/options_.scatter);  // scattered ones lie as the flat parameters do
   for (const auto slot : slots) {
-    bucket.begins.push_back(elements);
-    const auto numel = infos_[slot].numel;
-    elements += options_.scatter ? whole_lines(numel, infos_[slot].dtype) : numel;
+    layout.add(slot, infos_[slot].numel);
     bucket.shown.parameters.push_back(infos_[slot].name);
   }
-  const auto type = infos_[slots[0]].dtype;
+  const auto elements = layout.numel();
   const bool in_16_bits = options_.gradient_dtype && type == at::kFloat;
   const auto dtype = in_16_bits ? *options_.gradient_dtype : ops::dtype_of(type);
   const auto count = static_cast<std::int64_t>(slots.size());
@@ -167,46 +166,27 @@ Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
   bucket.input = whole.narrow(0, 0, elements);
   bucket.flags = whole.narrow(0, elements, count);
   bucket.mean = in_16_bits ? at::empty({elements}, at::TensorOptions(type)) : bucket.input;
-  bucket.own =
-      options_.scatter ? range_of(bucket, group_.rank()) : collective::Slice{0, static_cast<std::size_t>(elements)};
+  bucket.own = {0, static_cast<std::size_t>(elements)};
+  if (options_.scatter) {
+    bucket.cut = layout.cut(group_.size(), dtype);
+    bucket.own = collective::share_of(bucket.cut.counts, 0, group_.rank());
+  }
   for (std::size_t k = 0; k < slots.size(); ++k) {
-    auto& slot = slots_[slots[k]];
-    const auto numel = infos_[slots[k]].numel;
+    const auto& place = layout.places()[k];
+    auto& slot = slots_[place.slot];
     slot.bucket = buckets_.size();
-    slot.input = bucket.input.narrow(0, bucket.begins[k], numel);
-    slot.mean = bucket.mean.narrow(0, bucket.begins[k], numel);
+    slot.input = bucket.input.narrow(0, place.begin, place.numel);
+    slot.mean = bucket.mean.narrow(0, place.begin, place.numel);
     slot.flag = bucket.flags.narrow(0, static_cast<std::int64_t>(k), 1);
   }
   bucket.slots = std::move(slots);
   return bucket;
 }
 
-collective::Slice Buckets::range_of(const Bucket& bucket, int rank) const {
-  return collective::even_slice(static_cast<std::size_t>(bucket.input.numel()), bucket.shown.buffer.dtype, rank,
-                                group_.size());
-}
-
-Counts Buckets::counts_of(const Bucket& bucket) const {
-  Counts counts;
-  for (int rank = 0; rank < group_.size(); ++rank) counts.push_back(range_of(bucket, rank).count());
-  return counts;
-}
-
 std::vector<ScatteredBucket> Buckets::scattered() const {
   std::vector<ScatteredBucket> scattered;
-  for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket) {
-    auto& made = scattered.emplace_back(ScatteredBucket{bucket->slots.front(), counts_of(*bucket), {}, bucket->mean});
-    for (int rank = 0; rank < group_.size(); ++rank) {
-      const auto range = range_of(*bucket, rank);
-      auto& shards = made.shards.emplace_back();
-      for (std::size_t k = 0; k < bucket->slots.size(); ++k) {
-        const auto numel = infos_[bucket->slots[k]].numel, slot_begin = bucket->begins[k];
-        const auto begin = std::clamp<std::int64_t>(static_cast<std::int64_t>(range.begin) - slot_begin, 0, numel);
-        const auto end = std::clamp<std::int64_t>(static_cast<std::int64_t>(range.end) - slot_begin, 0, numel);
-        if (begin < end) shards.push_back({bucket->slots[k], begin, end - begin});
-      }
-    }
-  }
+  for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket)
+    scattered.push_back({bucket->slots.front(), bucket->cut, bucket->mean});
   return scattered;
 }
 
@@ -258,7 +238,7 @@ std::vector<Call> Buckets::calls_of(const Bucket& bucket) const {
         range.count(), whole.dtype};
   };
   const auto gradients = part(bucket.input, {0, static_cast<std::size_t>(bucket.input.numel())});
-  return {Call::reduce_scatter(gradients, part(bucket.input, bucket.own), ReduceOp::mean, counts_of(bucket)),
+  return {Call::reduce_scatter(gradients, part(bucket.input, bucket.own), ReduceOp::mean, bucket.cut.counts),
           Call::all_reduce(part(bucket.flags, {0, bucket.slots.size()}), ReduceOp::mean)};
 }
 

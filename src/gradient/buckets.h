@@ -41,9 +41,8 @@ struct BucketSlot {
 // A bucket of consecutive slots, laid out as their parameters are in the flat buffer and cut into one range a rank.
 struct ScatteredBucket {
   std::size_t first_slot;
-  Counts counts;                           // [rank]: elements, including those between slots
-  std::vector<std::vector<Shard>> shards;  // [rank], by ascending slot
-  at::Tensor mean;                         // of which this rank gets its range
+  FlatLayout::Cut cut;
+  at::Tensor mean;  // of which this rank gets its range
 };
 
 // The weights of the ranks' gradients in a pass, which are gathered beside the gradients.
@@ -164,7 +163,7 @@ class Buckets {
     Memory memory;
     at::Tensor input, mean, flags;
     std::vector<std::size_t> slots;
-    std::vector<std::int64_t> begins;          // of the slots in input
+    FlatLayout::Cut cut;                       // of input, where means are scattered
     collective::Slice own;                     // elements whose mean this rank gets
     std::shared_ptr<const std::string> names;  // for timelines
     Purpose purpose;
@@ -176,8 +175,6 @@ class Buckets {
   void make();
   std::vector<std::vector<std::size_t>> slots_of_buckets() const;
   Bucket make_bucket(std::vector<std::size_t> slots);
-  collective::Slice range_of(const Bucket& bucket, int rank) const;
-  Counts counts_of(const Bucket& bucket) const;  // [rank]
   static at::Tensor own_part(const Bucket& bucket, const at::Tensor& of);
   std::vector<Call> calls_of(const Bucket& bucket) const;
   void start_pass();

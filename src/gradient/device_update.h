@@ -4,12 +4,18 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <vector>
 
+#include "gradient/replicated_parameters.h"
 #include "lockstep/gradient/device_rule.h"
+#include "ops/traced_program.h"
 
 namespace lockstep::gradient {
+
+class Updater;
 
 // The rule and the settings of one optimizer, for one device and dtype. One thread at a time.
 class DeviceUpdate {
@@ -28,6 +34,37 @@ class DeviceUpdate {
 
   Optimizer optimizer_;
   std::unique_ptr<DeviceRule> rule_;
+};
+
+// The weight of a replica's gradients: a scalar, 0 where it has no examples.
+struct TracedWeight {
+  at::Tensor weight;
+  bool divides = true;  // the sum of gradients, by the sum over all replicas; else that only says whether there are any
+};
+
+// The update of a step that is traced for devices that run compiled programs, which have the optimizer's state as well.
+// One thread at a time.
+class TracedUpdate {
+ public:
+  // The state of `updater` becomes variables of the devices. Both live longer. Throws InvalidArgument for a loss scale,
+  // which these devices' dtypes do not need.
+  TracedUpdate(ReplicatedParameters& parameters, Updater& updater, ops::ProgramDevices& devices);
+
+  // Updates with the gradients that backward has left in the traced step, as GradientPath::apply.
+  void apply(ops::StepTrace& trace, const TracedWeight& weight);
+
+  // Brings the state's values from the devices.
+  void fetch(Deadline deadline) const;
+
+ private:
+  void update(ops::StepTrace& trace, const at::Tensor& total_weight, bool divides, at::ScalarType dtype,
+              const std::map<std::size_t, at::Tensor>& sums, std::int64_t number) const;
+
+  ReplicatedParameters& parameters_;
+  Updater& updater_;
+  const std::shared_ptr<Updater*> alive_ = std::make_shared<Updater*>(&updater_);  // programs may live longer
+  std::vector<std::size_t> first_state_;                                           // [slot]: its place in states_
+  std::unique_ptr<ops::DeviceVariables> states_;  // of trainable slots, one after the other
 };
 
 }  // namespace lockstep::gradient

@@ -32,13 +32,13 @@ const Communicator& ranks_of(const ReplicatedParameters& parameters, const Optim
 
 // Where all processes share memory nothing is sent, so buckets help only where gradients are to have 16 bits, or
 // processes may be lost.
-std::unique_ptr<gradient::Reduction> reduction_with_divided_state(ReplicatedParameters& parameters,
+std::unique_ptr<gradient::Reduction> reduction_with_sharded_state(ReplicatedParameters& parameters,
                                                                   const Communicator& ranks,
                                                                   const gradient::GradientPathOptions& options) {
   if (!options.buckets.gradient_dtype && !options.elastic) {
     if (auto mapped = gradient::Mapped::make(parameters, ranks)) return mapped;
   }
-  gradient::BucketedOptions bucketed{.buckets = options.buckets, .divide_state = true};
+  gradient::BucketedOptions bucketed{.buckets = options.buckets, .shard_state = true};
   if (options.elastic) bucketed.hosts = options.elastic->hosts;
   return std::make_unique<gradient::Bucketed>(parameters, ranks, std::move(bucketed));
 }
@@ -61,7 +61,7 @@ std::unique_ptr<gradient::Reduction> reduction_for(ReplicatedParameters& paramet
           parameters, ranks,
           gradient::BucketedOptions{.buckets = {.gradient_dtype = own->gradient_dtype}, .sum = own->sum});
     }
-    if (options.shard_state) return reduction_with_divided_state(parameters, ranks, options);
+    if (options.shard_state) return reduction_with_sharded_state(parameters, ranks, options);
     return std::make_unique<gradient::Bucketed>(parameters, ranks,
                                                 gradient::BucketedOptions{.buckets = options.buckets});
   }

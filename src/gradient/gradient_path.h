@@ -13,7 +13,6 @@
 #include "gradient/gradient_hooks.h"
 #include "gradient/moving_state.h"
 #include "gradient/reduction.h"
-#include "gradient/traced_update.h"
 #include "gradient/updater.h"
 
 namespace lockstep::gradient {
@@ -110,7 +109,7 @@ class GradientPath {
   bool completes_updates() const { return updater_.commits(); }
 
   // True where each process has a part of the optimizer's state, which may be lost with some processes.
-  bool divides_state() const { return reduction_->ownership().is_divided(); }
+  bool divides_state() const { return reduction_->ownership().is_sharded(); }
 
   // For steps that are recorded and replayed (Placement::device, no scaled loss). update_recorded enqueues what `apply`
   // does on the device, for one replica; Updater::begin_step copies the learning rate to the device before each replay,

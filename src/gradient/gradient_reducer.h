@@ -12,7 +12,7 @@
 
 #include "gradient/backward_weights.h"
 #include "gradient/buckets.h"
-#include "gradient/post_accumulate_hook.h"
+#include "gradient/gradient_hooks.h"
 
 namespace lockstep::gradient {
 

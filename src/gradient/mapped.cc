@@ -8,11 +8,9 @@
 namespace lockstep::gradient {
 namespace {
 
-Ownership divided_evenly(const ReplicatedParameters& parameters, const Communicator& ranks) {
-  const auto map = ShardMap::even(parameters.trainable(), ranks.size());
-  ShardsOfRanks shards;
-  for (int rank = 0; rank < ranks.size(); ++rank) shards.push_back(map.of(rank));
-  return {ranks, std::move(shards), parameters.replicas(), Ownership::Writes::first_copies};
+Ownership sharded_evenly(const ReplicatedParameters& parameters, const Communicator& ranks) {
+  return {ranks, ShardMap::even(parameters.trainable(), ranks.size()).shares(), parameters.replicas(),
+          Ownership::Writes::first_copies};
 }
 
 }  // namespace
@@ -28,7 +26,7 @@ std::unique_ptr<Mapped> Mapped::make(ReplicatedParameters& parameters, const Com
 }
 
 Mapped::Mapped(const ReplicatedParameters& parameters, Communicator ranks, const std::vector<Memory>& memories)
-    : Reduction(divided_evenly(parameters, ranks), /*during_backward=*/true),
+    : Reduction(sharded_evenly(parameters, ranks), /*during_backward=*/true),
       parameters_(parameters),
       ranks_(std::move(ranks)),
       own_(parameters) {

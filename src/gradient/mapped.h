@@ -1,4 +1,4 @@
-// Divided optimizer state (bucketed.h) where processes share memory: as in Direct, each replica reads the gradients of
+// Sharded optimizer state (bucketed.h) where processes share memory: as in Direct, each replica reads the gradients of
 // all processes' replicas in its shards, and writes new values to all processes.
 //
 //   gradients of process 0 | a0 a1 |                                            | v0 v1 |  values of process 0

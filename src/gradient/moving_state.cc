@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <set>
@@ -11,7 +10,6 @@
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
-#include "ops/dtypes.h"
 
 namespace lockstep::gradient {
 namespace {
@@ -80,40 +78,6 @@ at::Tensor state_in(const Updater::States& states, const Shard& part, std::size_
   throw Error("elements of the optimizer's state that this process does not have");
 }
 
-// Messages that are exchanged at once; elements that are not in the host's memory are copied there.
-class Messages {
- public:
-  void send(const at::Tensor& elements, int to);
-  void receive(const at::Tensor& elements, int from);
-  void exchange(const Communicator& ranks);  // collective
-
- private:
-  Buffer buffer_of(const at::Tensor& tensor);
-
-  std::vector<Call> calls_;
-  std::vector<at::Tensor> kept_;                           // while they are sent
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // of what was received: to, from
-};
-
-void Messages::send(const at::Tensor& elements, int to) { calls_.push_back(Call::send(buffer_of(elements.cpu()), to)); }
-
-void Messages::receive(const at::Tensor& elements, int from) {
-  const auto received = elements.is_cpu() ? elements : at::empty_like(elements, at::TensorOptions(at::kCPU));
-  if (!elements.is_cpu()) copies_.emplace_back(elements, received);
-  calls_.push_back(Call::recv(buffer_of(received), from));
-}
-
-void Messages::exchange(const Communicator& ranks) {
-  const at::NoGradGuard no_grad;
-  if (!calls_.empty()) ranks.group().run(calls_, ranks.deadline());
-  for (const auto& [to, from] : copies_) to.copy_(from);
-}
-
-Buffer Messages::buffer_of(const at::Tensor& tensor) {
-  kept_.push_back(tensor);
-  return {tensor.data_ptr(), static_cast<std::size_t>(tensor.numel()), ops::dtype_of(tensor.scalar_type())};
-}
-
 }  // namespace
 
 MovingState::MovingState(std::shared_ptr<ReplicatedParameters> parameters, Communicator ranks,
@@ -126,7 +90,7 @@ void MovingState::move(Updater& updater) {
   const at::NoGradGuard no_grad;
   const auto all = gather_versions();
   if (parameters_->topology().all.any(is_lost_)) return lose_state(updater, all, kSomePart);  // some do not know
-  if (updater.ownership().is_divided()) return divide_anew(updater, all);
+  if (updater.ownership().is_sharded()) return divide_anew(updater, all);
   // Processes that have the state have all of it, and keep it.
   ShardsOfRanks had(all.size(), parameters_->trainable()), needed = had;
   for (std::size_t rank = 0; rank < all.size(); ++rank) (all[rank].empty() ? had : needed)[rank].clear();
@@ -146,7 +110,7 @@ void MovingState::divide_anew(Updater& updater, const std::vector<Versions>& all
   if (parameters_->topology().all.any(!lost.empty())) return lose_state(updater, all, lost.empty() ? kSomePart : lost);
   auto states = updater.initial_states();
   transfer(moves.moves, updater.states(), states);
-  updater.ownership().gather_values(*parameters_);
+  updater.ownership().gather_values([this](at::ScalarType dtype) { return parameters_->flat(0, dtype); });
   parameters_->spread_first_copy();
   auto states_before = updater.exchange_states(std::move(states));
   if (place_) before_.emplace(std::move(*place_), std::move(states_before));
@@ -222,59 +186,38 @@ ShardsOfRanks MovingState::held_now(std::int64_t version, const std::vector<Vers
 
 void MovingState::transfer(const std::vector<ShardMove>& moves, const Updater::States& from,
                            const Updater::States& to) const {
-  const auto values_of = [this](const Shard& part) {
+  const auto elements_of = [this](const Updater::States& states, const Shard& part) {
+    std::vector<at::Tensor> elements;
+    for (std::size_t i = 0; i < states.own.states(); ++i) elements.push_back(state_in(states, part, i));
     const auto& slot = parameters_->slots()[part.slot];
-    return parameters_->flat(0, slot.dtype).narrow(0, slot.offset + part.begin, part.count);
+    elements.push_back(parameters_->flat(0, slot.dtype).narrow(0, slot.offset + part.begin, part.count));
+    return elements;
   };
-  const auto me = ranks_.rank();
-  Messages messages;
-  for (const auto& move : moves) {
-    if (move.from != me && move.to != me) continue;
-    for (std::size_t i = 0; i < from.own.states(); ++i) {
-      if (move.from == move.to) {
-        state_in(to, move.part, i).copy_(state_in(from, move.part, i));
-      } else if (move.from == me) {
-        messages.send(state_in(from, move.part, i), move.to);
-      } else {
-        messages.receive(state_in(to, move.part, i), move.from);
-      }
-    }
-    if (move.from == move.to) continue;
-    move.from == me ? messages.send(values_of(move.part), move.to) : messages.receive(values_of(move.part), move.from);
-  }
-  messages.exchange(ranks_);
+  carry_out(
+      moves, ranks_, [&](const Shard& part) { return elements_of(from, part); },
+      [&](const Shard& part) { return elements_of(to, part); });
 }
 
 std::vector<at::Tensor> copies_of_state(const Communicator& ranks, const Updater& updater, std::size_t index,
                                         const ShardsOfRanks& needed) {
-  const at::NoGradGuard no_grad;
   const auto& states = updater.states();
-  const auto me = ranks.rank();
   std::vector<at::Tensor> copies;
-  Messages messages;
   // The moves to a rank come in the order of what it needs, so each shard is a number of consecutive moves.
   std::size_t shard = 0;
   std::int64_t left = 0;
-  for (const auto& move : moves_between(updater.ownership().held(), needed).moves) {
-    if (move.to != me) {
-      if (move.from == me) messages.send(state_in(states, move.part, index), move.to);
-      continue;
-    }
+  const auto next_part_of_copies = [&](const Shard& part) {
     if (left == 0) {
-      const auto& whole = needed[static_cast<std::size_t>(me)][shard++];
-      const auto dtype = states.own.dtype(whole.slot);
-      copies.push_back(at::empty({whole.count}, at::TensorOptions(dtype)));
+      const auto& whole = needed[static_cast<std::size_t>(ranks.rank())][shard++];
+      copies.push_back(at::empty({whole.count}, at::TensorOptions(states.own.dtype(whole.slot))));
       left = whole.count;
     }
-    const auto into = copies.back().narrow(0, copies.back().numel() - left, move.part.count);
-    left -= move.part.count;
-    if (move.from == me) {
-      into.copy_(state_in(states, move.part, index));
-    } else {
-      messages.receive(into, move.from);
-    }
-  }
-  messages.exchange(ranks);
+    const auto place = copies.back().narrow(0, copies.back().numel() - left, part.count);
+    left -= part.count;
+    return std::vector{place};
+  };
+  carry_out(
+      moves_between(updater.ownership().held(), needed).moves, ranks,
+      [&](const Shard& part) { return std::vector{state_in(states, part, index)}; }, next_part_of_copies);
   return copies;
 }
 

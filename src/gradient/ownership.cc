@@ -1,13 +1,15 @@
 #include "gradient/ownership.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <map>
 #include <numeric>
 
 #include "collective/calls.h"
-#include "gradient/replicated_parameters.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "ops/dtypes.h"
 
 namespace lockstep::gradient {
@@ -62,6 +64,38 @@ void add_moves(const Shard& part, const std::vector<int>& from, int to, std::vec
 }
 
 }  // namespace
+
+Shard shard_of(const std::vector<Shard>& shards, std::size_t slot) {
+  const auto found = std::lower_bound(shards.begin(), shards.end(), slot,
+                                      [](const Shard& one, std::size_t s) { return one.slot < s; });
+  return found == shards.end() || found->slot != slot ? Shard{slot, 0, 0} : *found;
+}
+
+std::int64_t FlatLayout::add(std::size_t slot, std::int64_t numel) {
+  places_.push_back({slot, numel_, numel});
+  numel_ += aligned_ ? whole_lines(numel, dtype_) : numel;
+  return places_.back().begin;
+}
+
+void FlatLayout::pad_for(int ranks) {
+  const auto unit = whole_lines(1, dtype_) * ranks;
+  numel_ = (std::max<std::int64_t>(numel_, 1) + unit - 1) / unit * unit;
+}
+
+FlatLayout::Cut FlatLayout::cut(int ranks, DType sent) const {
+  Cut cut;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const auto range = collective::even_slice(static_cast<std::size_t>(numel_), sent, rank, ranks);
+    cut.counts.push_back(range.count());
+    auto& shards = cut.shards.emplace_back();
+    for (const auto& place : places_) {
+      const auto begin = std::clamp<std::int64_t>(static_cast<std::int64_t>(range.begin) - place.begin, 0, place.numel);
+      const auto end = std::clamp<std::int64_t>(static_cast<std::int64_t>(range.end) - place.begin, 0, place.numel);
+      if (begin < end) shards.push_back({place.slot, begin, end - begin});
+    }
+  }
+  return cut;
+}
 
 ShardMap ShardMap::all_to(int owner, std::vector<Shard> owned, int owners) {
   ShardMap map(std::move(owned), owners);
@@ -129,27 +163,35 @@ void Ownership::sum_over_owners(std::span<double> values, const Group& replicas,
   replicas.broadcast(buffer_of(values), 0, deadline);
 }
 
+Counts Ownership::counts_of(std::size_t slot) const {
+  Counts counts;
+  for (const auto& shards : shards_) counts.push_back(static_cast<std::size_t>(shard_of(shards, slot).count));
+  return counts;
+}
+
 at::Tensor Ownership::gather_slot(std::size_t slot, at::IntArrayRef sizes, const at::Tensor& own) const {
   if (!ranks_) return own;
-  Counts counts;
-  for (const auto& shards : shards_) {
-    const auto shard = std::find_if(shards.begin(), shards.end(), [&](const Shard& one) { return one.slot == slot; });
-    counts.push_back(shard == shards.end() ? 0 : static_cast<std::size_t>(shard->count));
-  }
   const auto whole = ranks_->rank() == 0 ? at::empty(sizes, own.options()) : at::Tensor();
   const auto dtype = ops::dtype_of(own.scalar_type());
   const Buffer output{whole.defined() ? whole.data_ptr() : nullptr,
                       whole.defined() ? static_cast<std::size_t>(whole.numel()) : 0, dtype};
   ranks_->group().run(
-      Call::gather({own.data_ptr(), static_cast<std::size_t>(own.numel()), dtype}, output, /*root=*/0, counts),
+      Call::gather({own.data_ptr(), static_cast<std::size_t>(own.numel()), dtype}, output, /*root=*/0, counts_of(slot)),
       ranks_->deadline());
   return whole;
 }
 
-void Ownership::gather_values(const ReplicatedParameters& parameters) const {
-  for (const auto& range : ranges_) {
-    gather_in_place(*ranks_, parameters.flat(0, range.dtype).narrow(0, range.begin, range.count()), range.counts);
-  }
+at::Tensor Ownership::all_gather_slot(std::size_t slot, at::IntArrayRef sizes, const at::Tensor& own) const {
+  const at::NoGradGuard no_grad;
+  const auto part = own.cpu().contiguous();
+  const auto whole = at::empty(sizes, part.options());
+  ranks_->group().run(Call::all_gather(buffer_of(part), buffer_of(whole), counts_of(slot)), ranks_->deadline());
+  return whole.to(own.device());
+}
+
+void Ownership::gather_values(const std::function<at::Tensor(at::ScalarType)>& flat) const {
+  for (const auto& range : ranges_)
+    gather_in_place(*ranks_, flat(range.dtype).narrow(0, range.begin, range.count()), range.counts);
 }
 
 int distance_of_copies(const std::vector<std::string>& hosts) {
@@ -194,6 +236,36 @@ ShardMoves moves_between(const ShardsOfRanks& had, const ShardsOfRanks& needed) 
     }
   }
   return result;
+}
+
+void carry_out(const std::vector<ShardMove>& moves, const Communicator& ranks, const ElementsOf& from,
+               const ElementsOf& into) {
+  const at::NoGradGuard no_grad;
+  const int me = ranks.rank();
+  std::vector<Call> calls;
+  std::vector<at::Tensor> in_host;                          // while they are sent
+  std::vector<std::pair<at::Tensor, at::Tensor>> received;  // for other devices: to, from
+  for (const auto& [sender, receiver, part] : moves) {
+    if (sender == me && receiver == me) {
+      const auto own = from(part), places = into(part);
+      for (std::size_t i = 0; i < own.size(); ++i) {
+        if (!places[i].is_alias_of(own[i])) places[i].copy_(own[i]);
+      }
+    } else if (sender == me) {
+      for (const auto& elements : from(part)) {
+        in_host.push_back(elements.cpu());
+        calls.push_back(Call::send(buffer_of(in_host.back()), receiver));
+      }
+    } else if (receiver == me) {
+      for (const auto& elements : into(part)) {
+        in_host.push_back(elements.is_cpu() ? elements : at::empty_like(elements, at::TensorOptions(at::kCPU)));
+        if (!elements.is_cpu()) received.emplace_back(elements, in_host.back());
+        calls.push_back(Call::recv(buffer_of(in_host.back()), sender));
+      }
+    }
+  }
+  if (!calls.empty()) ranks.group().run(calls, ranks.deadline());
+  for (const auto& [to, host] : received) to.copy_(host);
 }
 
 void gather_in_place(const Communicator& ranks, const at::Tensor& whole, const Counts& counts) {

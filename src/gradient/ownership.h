@@ -1,19 +1,23 @@
-// Which elements of the parameters each process and each replica updates, and has the optimizer's state of.
+// Which elements of the parameters each rank and each replica owns, and how they move between ranks: for the updates of
+// strategies, for ShardedOptimizer and for fully_shard.
+//
+//   FlatLayout   where slots lie in a flat buffer; `cut` gives each rank a range of the buffer
+//   ShardMap     slots that are cut into equal shares, wherever they lie
+//   Ownership    what the ranks own by one of the two, and the collective calls that bring elements to their owners'
+//                peers
+//   ShardMoves   what travels when one Ownership follows another
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "lockstep/collective/communicator.h"
-
-namespace lockstep {
-class ReplicatedParameters;
-}
 
 namespace lockstep::gradient {
 
@@ -24,6 +28,50 @@ struct Shard {
   std::int64_t count;
 };
 using ShardsOfRanks = std::vector<std::vector<Shard>>;  // [rank]
+
+// The shard of a slot in shards by ascending slot, at most one of a slot; of no elements where there is none.
+Shard shard_of(const std::vector<Shard>& shards, std::size_t slot);
+
+// `numel` rounded up to whole cache lines.
+inline std::int64_t whole_lines(std::int64_t numel, at::ScalarType dtype) {
+  const auto line = 64 / static_cast<std::int64_t>(at::elementSize(dtype));
+  return (numel + line - 1) / line * line;
+}
+
+// Slots one after the other in a flat buffer of one dtype.
+class FlatLayout {
+ public:
+  struct Place {
+    std::size_t slot;
+    std::int64_t begin, numel;
+  };
+
+  // `aligned`: each slot begins at a cache line. Else there are no gaps.
+  explicit FlatLayout(at::ScalarType dtype, bool aligned = true) : dtype_(dtype), aligned_(aligned) {}
+
+  // Returns where the slot begins.
+  std::int64_t add(std::size_t slot, std::int64_t numel);
+
+  // Makes the buffer longer, so that `cut` gives all ranks equally many elements, and not none.
+  void pad_for(int ranks);
+
+  const std::vector<Place>& places() const { return places_; }
+  std::int64_t numel() const { return numel_; }  // of the buffer, with those between slots
+
+  struct Cut {
+    Counts counts;         // [rank]: elements of its range
+    ShardsOfRanks shards;  // [rank]: what its range has of the slots, in their order
+  };
+
+  // Cuts the buffer into one range a rank, at whole cache lines of `sent`, the dtype in which ranks exchange elements.
+  Cut cut(int ranks, DType sent) const;
+
+ private:
+  at::ScalarType dtype_;
+  bool aligned_;
+  std::vector<Place> places_;
+  std::int64_t numel_ = 0;
+};
 
 // Shards by their owner: a replica of this process, or a rank. Constant.
 class ShardMap {
@@ -39,6 +87,7 @@ class ShardMap {
 
   // Ascending, at most one of a slot.
   const std::vector<Shard>& owned() const { return owned_; }
+  const std::vector<std::vector<Shard>>& shares() const { return shares_; }  // [owner]
 
   const std::vector<Shard>& of(int owner) const {
     return shares_.empty() ? owned_ : shares_[static_cast<std::size_t>(owner)];
@@ -84,15 +133,18 @@ class Ownership {
   const ShardMap& own() const { return own_; }
   const ShardMap& copies() const { return copies_; }
 
+  // The shards that a rank owns. Requires is_sharded().
+  const std::vector<Shard>& of(int rank) const { return shards_[static_cast<std::size_t>(rank)]; }
+
   // The shards whose state each process has: its own, and its copies.
   const ShardsOfRanks& held() const { return held_; }
 
-  bool is_divided() const { return ranks_.has_value(); }
+  bool is_sharded() const { return ranks_.has_value(); }
   Writes writes() const { return writes_; }
   const std::vector<OwnedRange>& ranges() const { return ranges_; }
 
   // The rank whose shards this process has copies of, and the rank that has copies of this process's shards. This rank
-  // itself where there are no copies. Requires is_divided().
+  // itself where there are no copies. Requires is_sharded().
   int copied_rank() const;
   int rank_of_copies() const;
 
@@ -103,10 +155,16 @@ class Ownership {
   // undefined, or `own`. Collective over the processes.
   at::Tensor gather_slot(std::size_t slot, at::IntArrayRef sizes, const at::Tensor& own) const;
 
-  // Brings the values in `ranges` from their owners to the first copy of every process. Collective over the processes.
-  void gather_values(const ReplicatedParameters& parameters) const;
+  // Gathers the slot on all ranks, on the device of `own`. Requires is_sharded().
+  at::Tensor all_gather_slot(std::size_t slot, at::IntArrayRef sizes, const at::Tensor& own) const;
+
+  // Brings the values in `ranges` from their owners to the flat buffers, by their dtypes, of every process. Collective
+  // over the processes.
+  void gather_values(const std::function<at::Tensor(at::ScalarType)>& flat) const;
 
  private:
+  Counts counts_of(std::size_t slot) const;
+
   std::optional<Communicator> ranks_;
   ShardsOfRanks shards_;  // empty where every process has all
   int distance_of_copies_ = 0;
@@ -134,14 +192,16 @@ struct ShardMoves {
 // another process needs, each sends a part. The result is the same on all processes that have the same lists.
 ShardMoves moves_between(const ShardsOfRanks& had, const ShardsOfRanks& needed);
 
+// A shard's elements in several arrays, such as values and their state: flat, on any device.
+using ElementsOf = std::function<std::vector<at::Tensor>(const Shard&)>;
+
+// Copies what `from` returns, on the rank that has a part, to what `into` returns on the rank that needs it. Both are
+// called in the order of the moves, once each. Collective.
+void carry_out(const std::vector<ShardMove>& moves, const Communicator& ranks, const ElementsOf& from,
+               const ElementsOf& into);
+
 // Collective. `whole`: flat and contiguous, best in memory of the Group. Rank r has the r-th of consecutive ranges of
 // counts[r] elements, and gets the others.
 void gather_in_place(const Communicator& ranks, const at::Tensor& whole, const Counts& counts);
-
-// `numel` rounded up to whole cache lines.
-inline std::int64_t whole_lines(std::int64_t numel, at::ScalarType dtype) {
-  const auto line = 64 / static_cast<std::int64_t>(at::elementSize(dtype));
-  return (numel + line - 1) / line * line;
-}
 
 }  // namespace lockstep::gradient

@@ -77,6 +77,49 @@ TEST(ShardMoves, SeveralThatHaveALargeShardSendAPartEach) {
   for (const auto& [from, count] : sent) EXPECT_NEAR(static_cast<double>(count), kCount / 3.0, 1) << from;
 }
 
+TEST(FlatLayout, CutsEachElementOfASlotOnce) {
+  for (unsigned seed = 0; seed < 100; ++seed) {
+    std::mt19937 random(seed);
+    const int ranks = 1 + static_cast<int>(random() % 5);
+    const bool padded = random() % 2 == 0;
+    FlatLayout layout(at::kFloat, /*aligned=*/random() % 2 == 0);
+    std::vector<std::int64_t> numels;
+    for (std::size_t slot = 0; slot < 5; ++slot) {
+      numels.push_back(static_cast<std::int64_t>(random() % 100));
+      layout.add(slot, numels.back());
+    }
+    if (padded) layout.pad_for(ranks);
+    const auto cut = layout.cut(ranks, DType::float32);
+    std::map<std::pair<std::size_t, std::int64_t>, int> seen;
+    std::int64_t range_begin = 0;
+    for (std::size_t rank = 0; rank < cut.shards.size(); ++rank) {
+      const auto range_end = range_begin + static_cast<std::int64_t>(cut.counts[rank]);
+      EXPECT_TRUE(!padded || range_end - range_begin == layout.numel() / ranks) << seed;
+      for (const auto& shard : cut.shards[rank]) {
+        const auto place = layout.places()[shard.slot].begin + shard.begin;
+        EXPECT_TRUE(range_begin <= place && place + shard.count <= range_end) << seed;
+        EXPECT_EQ(shard_of(cut.shards[rank], shard.slot).begin, shard.begin) << seed;
+        for (std::int64_t i = 0; i < shard.count; ++i) ++seen[{shard.slot, shard.begin + i}];
+      }
+      range_begin = range_end;
+    }
+    EXPECT_EQ(range_begin, layout.numel()) << seed;
+    std::size_t elements = 0;
+    for (const auto numel : numels) elements += static_cast<std::size_t>(numel);
+    EXPECT_EQ(seen.size(), elements) << seed;
+    for (const auto& [element, times] : seen) EXPECT_EQ(times, 1) << seed;
+  }
+}
+
+TEST(FlatLayout, SlotsBeginAtCacheLinesUnlessTheyArePacked) {
+  FlatLayout aligned(at::kDouble), packed(at::kDouble, /*aligned=*/false);
+  for (auto* const layout : {&aligned, &packed}) layout->add(0, 3);
+  EXPECT_EQ(aligned.add(1, 1), 8);
+  EXPECT_EQ(packed.add(1, 1), 3);
+  EXPECT_EQ(shard_of({{1, 5, 2}, {4, 0, 9}}, 4).count, 9);
+  EXPECT_EQ(shard_of({{1, 5, 2}, {4, 0, 9}}, 3).count, 0);
+}
+
 TEST(ShardMoves, CopiesAreOnOtherHosts) {
   EXPECT_EQ(distance_of_copies({"a"}), 0);
   EXPECT_EQ(distance_of_copies({"a", "a", "a"}), 1);

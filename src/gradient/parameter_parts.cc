@@ -1,6 +1,7 @@
 #include "gradient/parameter_parts.h"
 
 #include <ATen/ATen.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <cmath>
@@ -32,6 +33,29 @@ std::shared_ptr<const ParameterParts> parts_of(const at::Tensor& parameter) {
     if (auto parts = std::dynamic_pointer_cast<const ParameterParts>(hook)) return parts;
   }
   return nullptr;
+}
+
+FoundParameters find_parameters(const std::vector<TrainedTensor>& trained) {
+  FoundParameters found;
+  std::map<at::TensorImpl*, std::size_t> seen;
+  for (const auto& one : trained) {
+    const auto [at, fresh] = seen.emplace(one.tensor.unsafeGetTensorImpl(), found.tensors.size());
+    if (fresh) {
+      found.tensors.push_back(one.tensor);
+      found.names.emplace_back();
+      found.trained.push_back(one);
+    }
+    found.names[at->second].push_back(one.name);
+  }
+  return found;
+}
+
+FoundParameters find_parameters(const torch::nn::Module& module) {
+  std::vector<TrainedTensor> trained;
+  for (const auto& item : module.named_parameters(/*recurse=*/true)) {
+    if (item.value().defined()) trained.push_back({item.key(), item.value()});
+  }
+  return find_parameters(trained);
 }
 
 PartSums::PartSums(const ReplicatedParameters& parameters) : parameters_(parameters) {

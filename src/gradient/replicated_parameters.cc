@@ -24,7 +24,7 @@ namespace {
 bool is_flat_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
 
 // Shards are in host memory, also those of a module on a device.
-gradient::Placement placement_of(const gradient::SplitModule& split, gradient::Placement placement) {
+gradient::Placement placement_of(const gradient::ModelPart& split, gradient::Placement placement) {
   const bool on_host =
       std::all_of(split.trained.begin(), split.trained.end(), [](const auto& each) { return each.tensor.is_cpu(); });
   return on_host && placement == gradient::Placement::staged ? gradient::Placement::mirrored : placement;
@@ -43,15 +43,14 @@ ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn
                                            const Topology& topology)
     : ReplicatedParameters(std::move(modules), std::nullopt, placement, on_replicas, topology) {}
 
-ReplicatedParameters::ReplicatedParameters(std::shared_ptr<torch::nn::Module> module,
-                                           const gradient::SplitModule& split, gradient::Placement placement,
-                                           const Topology& topology)
+ReplicatedParameters::ReplicatedParameters(std::shared_ptr<torch::nn::Module> module, const gradient::ModelPart& split,
+                                           gradient::Placement placement, const Topology& topology)
     : ReplicatedParameters(std::vector{std::move(module)}, split, placement_of(split, placement), {}, topology) {
   find_first_holders();
 }
 
 ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
-                                           std::optional<gradient::SplitModule> split, gradient::Placement placement,
+                                           std::optional<gradient::ModelPart> split, gradient::Placement placement,
                                            const OnReplicas& on_replicas, const Topology& topology)
     : topology_(topology),
       split_(std::move(split)),
@@ -119,12 +118,12 @@ void ReplicatedParameters::find_slots() {
     check_dtype(slot);
     slots_.push_back(std::move(slot));
   }
-  std::map<at::ScalarType, std::int64_t> used;
+  std::map<at::ScalarType, gradient::FlatLayout> layouts;
   for (const bool trainable : {true, false}) {
-    for (auto& slot : slots_) {
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      auto& slot = slots_[i];
       if (!slot.flat || slot.trainable != trainable) continue;
-      slot.offset =
-          std::exchange(used[slot.dtype], used[slot.dtype] + gradient::whole_lines(slot.capacity, slot.dtype));
+      slot.offset = layouts.try_emplace(slot.dtype, slot.dtype).first->second.add(i, slot.capacity);
     }
   }
 }
@@ -232,16 +231,16 @@ at::Tensor ReplicatedParameters::flat_in(const Memory& memory, std::size_t index
 }
 
 bool ReplicatedParameters::move_first_copy(const Communicator& ranks) {
-  if (moved_to_ == ranks.regroups()) return !shared_float_.empty();
+  if (moved_to_ == ranks.regroups()) return !mapped_float_.empty();
   const auto bytes = std::max<std::size_t>(1, flat_bytes());
   auto parts = ranks.group().allocate_shared(bytes, ranks.deadline());
   moved_to_ = ranks.regroups();
-  shared_float_.clear();
-  shared_double_.clear();
+  mapped_float_.clear();
+  mapped_double_.clear();
   std::rotate(parts.begin(), parts.empty() ? parts.end() : parts.begin() + ranks.rank(), parts.end());
   for (const auto& part : parts) {
-    shared_float_.push_back(flat_in(part, 0, at::kFloat));
-    shared_double_.push_back(flat_in(part, 0, at::kDouble));
+    mapped_float_.push_back(flat_in(part, 0, at::kFloat));
+    mapped_double_.push_back(flat_in(part, 0, at::kDouble));
   }
   move_first_copy(parts.empty() ? ranks.group().allocate(bytes) : parts[0]);
   return !parts.empty();

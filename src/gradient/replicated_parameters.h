@@ -13,7 +13,7 @@
 
 #include "collective/topology.h"
 #include "gradient/ownership.h"
-#include "gradient/split_module.h"
+#include "gradient/parameter_parts.h"
 #include "ops/traced_program.h"
 
 namespace torch::nn {
@@ -63,12 +63,12 @@ class ReplicatedParameters {
                        const OnReplicas& on_replicas = {}, const Topology& topology = {});
 
   // Binds one module, which is split over the processes, in the same way.
-  ReplicatedParameters(std::shared_ptr<torch::nn::Module> module, const gradient::SplitModule& split,
+  ReplicatedParameters(std::shared_ptr<torch::nn::Module> module, const gradient::ModelPart& split,
                        gradient::Placement placement, const Topology& topology);
 
   int replicas() const { return static_cast<int>(modules_.size()); }  // of this process
   const Topology& topology() const { return topology_; }
-  const std::optional<gradient::SplitModule>& split() const { return split_; }
+  const std::optional<gradient::ModelPart>& split() const { return split_; }
   bool is_split() const { return split_.has_value(); }
 
   // True where the processes have the whole model together. A process that comes to an elastic job alone has a part.
@@ -107,7 +107,7 @@ class ReplicatedParameters {
   at::Tensor flat_in(const Memory& memory, std::size_t index, at::ScalarType dtype) const;
 
   // Puts copy 0's flat buffers, and the parameters that are bound to them, into memory that `ranks` access fast:
-  // shared_values() where ranks share memory, else the Group's. Does nothing where the buffers lie in this Group's
+  // mapped_values() where ranks share memory, else the Group's. Does nothing where the buffers lie in this Group's
   // already. Collective, while no replica runs. Returns whether ranks share memory.
   bool move_first_copy(const Communicator& ranks);
 
@@ -115,8 +115,8 @@ class ReplicatedParameters {
   void move_first_copy(const Memory& memory);
 
   // After move_first_copy, where ranks share memory: the flat buffers of the ranks' first copies, this process's first.
-  std::span<const at::Tensor> shared_values(at::ScalarType dtype) const {
-    return dtype == at::kDouble ? shared_double_ : shared_float_;
+  std::span<const at::Tensor> mapped_values(at::ScalarType dtype) const {
+    return dtype == at::kDouble ? mapped_double_ : mapped_float_;
   }
 
   // Gives the other replicas copy 0's values. Not while replicas run.
@@ -206,7 +206,7 @@ class ReplicatedParameters {
 
  private:
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
-                       std::optional<gradient::SplitModule> split, gradient::Placement placement,
+                       std::optional<gradient::ModelPart> split, gradient::Placement placement,
                        const OnReplicas& on_replicas, const Topology& topology);
   void find_slots();
   void check_same_as_first(int replica);
@@ -219,7 +219,7 @@ class ReplicatedParameters {
   at::Tensor sum_of_own_buffers(std::size_t index, std::span<const double> weights) const;
 
   Topology topology_;
-  std::optional<gradient::SplitModule> split_;
+  std::optional<gradient::ModelPart> split_;
   std::vector<bool> first_holder_;                    // [slot], of a model that is split
   std::int64_t regroups_ = topology_.all.regroups();  // when the two above were made
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
@@ -228,7 +228,7 @@ class ReplicatedParameters {
   std::vector<std::vector<at::Tensor>> parameters_;       // [replica][slot]
   std::vector<at::Tensor> flat_float_, flat_double_;      // [copy]
   std::optional<std::int64_t> moved_to_;                  // the number of regroups of ranks whose memory has copy 0
-  std::vector<at::Tensor> shared_float_, shared_double_;  // as shared_values
+  std::vector<at::Tensor> mapped_float_, mapped_double_;  // as mapped_values
   std::vector<at::Tensor> device_float_, device_double_;  // [replica], staged only
   std::vector<std::string> buffer_names_;
   std::vector<std::vector<at::Tensor>> buffers_;     // [replica][index]

@@ -8,16 +8,15 @@ namespace lockstep::gradient {
 
 ShardState::ShardState(const ReplicatedParameters& parameters, const Optimizer& optimizer, ShardMap shards)
     : shards_(std::move(shards)), owned_(parameters.slots().size()) {
-  std::int64_t floats = 0, doubles = 0;
+  FlatLayout floats(at::kFloat), doubles(at::kDouble);
   for (std::size_t i = 0; i < owned_.size(); ++i) owned_[i].dtype = parameters.slots()[i].dtype;
   for (const auto& shard : shards_.owned()) {
     auto& owned = owned_[shard.slot];
-    auto& end = owned.dtype == at::kDouble ? doubles : floats;
-    owned = {owned.dtype, shard.begin, shard.count, end};
-    end += whole_lines(shard.count, owned.dtype);
+    auto& layout = owned.dtype == at::kDouble ? doubles : floats;
+    owned = {owned.dtype, shard.begin, shard.count, layout.add(shard.slot, shard.count)};
   }
-  const auto flat = [&](std::int64_t numel, at::ScalarType dtype, double value) {
-    return at::full({numel}, value, parameters.flat(0, dtype).options());
+  const auto flat = [&](const FlatLayout& layout, at::ScalarType dtype, double value) {
+    return at::full({layout.numel()}, value, parameters.flat(0, dtype).options());
   };
   for (const auto& spec : optimizer.rule().states()) {
     float_.push_back(flat(floats, at::kFloat, spec.initial_value));

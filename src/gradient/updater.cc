@@ -129,7 +129,7 @@ std::span<const at::Tensor> Updater::written(at::ScalarType dtype) const {
   switch (ownership_.writes()) {
     case Ownership::Writes::all_copies: return parameters_->flats(dtype);
     case Ownership::Writes::first_copy: return parameters_->flats(dtype).first(1);
-    case Ownership::Writes::first_copies: return parameters_->shared_values(dtype);
+    case Ownership::Writes::first_copies: return parameters_->mapped_values(dtype);
   }
   throw Error("an unknown kind of copies");
 }

@@ -124,7 +124,7 @@ class Updater {
                                                           const at::Tensor& whole) const;
 
   // The whole of state `index` of the parameter on rank 0; elsewhere undefined, or the same. Collective over the
-  // processes where the state is divided.
+  // processes where the state is sharded.
   at::Tensor whole_state(std::size_t slot, std::size_t index) const;
 
   std::int64_t state_bytes() const { return states_.own.bytes() + states_.copies.bytes(); }

@@ -1,4 +1,4 @@
-#include "horovod/differentiable.h"
+#include "horovod/operations.h"
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>

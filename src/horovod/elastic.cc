@@ -12,8 +12,8 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/state.h"
-#include "horovod/broadcast_bytes.h"
 #include "horovod/generations.h"
+#include "horovod/operations.h"
 #include "horovod/session.h"
 
 namespace lockstep::horovod::elastic {

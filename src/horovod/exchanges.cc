@@ -4,9 +4,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "horovod/differentiable.h"
+#include "horovod/operations.h"
 #include "horovod/session.h"
-#include "horovod/tensors.h"
 
 namespace lockstep::horovod {
 namespace {

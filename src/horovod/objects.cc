@@ -8,9 +8,8 @@
 #include <sstream>
 
 #include "base/text.h"
-#include "horovod/broadcast_bytes.h"
+#include "horovod/operations.h"
 #include "horovod/session.h"
-#include "horovod/tensors.h"
 #include "lockstep/base/error.h"
 #include "lockstep/horovod.h"
 

@@ -3,9 +3,8 @@
 
 #include <map>
 
-#include "horovod/differentiable.h"
+#include "horovod/operations.h"
 #include "horovod/session.h"
-#include "horovod/tensors.h"
 
 namespace lockstep::horovod {
 namespace {

@@ -10,9 +10,9 @@
 
 #include "base/text.h"
 #include "ops/replica_random.h"
-#include "parallel/bytes_in_use.h"
+#include "parallel/layer_measurements.h"
+#include "parallel/pipeline_run.h"
 #include "parallel/sharded_units.h"
-#include "parallel/synchronize.h"
 #include "train/layers_module.h"
 
 namespace lockstep {

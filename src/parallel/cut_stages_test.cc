@@ -9,7 +9,6 @@
 #include "collective/on_ranks_testing.h"
 #include "lockstep/ops/memory.h"
 #include "lockstep/parallel/moe.h"
-#include "parallel/expert_testing.h"
 #include "parallel/transformer_testing.h"
 
 namespace lockstep::parallel {

@@ -6,7 +6,6 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "parallel/exchange.h"
-#include "parallel/other_operators.h"
 #include "parallel/split_linear.h"
 
 namespace lockstep::parallel {

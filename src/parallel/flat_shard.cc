@@ -3,19 +3,33 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <unordered_map>
+#include <utility>
 
+#include "base/mutex.h"
 #include "base/text.h"
 #include "collective/backend.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "ops/dtypes.h"
 #include "ops/parameter_hook.h"
 
 namespace lockstep::parallel {
 namespace {
 
-constexpr std::int64_t kAlignment = 64;
+gradient::FlatLayout layout_of(const std::vector<Tensor>& parameters, int ranks) {
+  gradient::FlatLayout layout(parameters.at(0).scalar_type());
+  for (std::size_t i = 0; i < parameters.size(); ++i) layout.add(i, parameters[i].numel());
+  layout.pad_for(ranks);
+  return layout;
+}
 
-std::int64_t rounded_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
+std::shared_ptr<const gradient::Ownership> ownership_of(const gradient::FlatLayout& layout, at::ScalarType dtype,
+                                                        const Communicator& ranks) {
+  auto cut = layout.cut(ranks.size(), ops::dtype_of(dtype));
+  return std::make_shared<gradient::Ownership>(ranks, std::move(cut.shards), /*replicas=*/1,
+                                               gradient::Ownership::Writes::first_copy);
+}
 
 // Elements of a flat tensor as a tensor of its own: LibTorch refuses to detach views in place, which zero_grad does.
 Tensor piece(const Tensor& flat, std::int64_t offset, at::IntArrayRef sizes) {
@@ -44,6 +58,29 @@ class CountWrites final : public ops::ParameterHook {
   const std::shared_ptr<std::atomic<std::int64_t>> writes_;
 };
 
+struct KnownShard {
+  Communicator ranks;
+  std::shared_ptr<const PartialParameter> of;
+};
+
+struct KnownShards {
+  Mutex mutex;
+  std::unordered_map<const at::TensorImpl*, KnownShard> shards LOCKSTEP_GUARDED_BY(mutex);
+};
+
+// Never destroyed: an object of static storage may end later.
+KnownShards& known_shards() {
+  static auto* const all = new KnownShards;
+  return *all;
+}
+
+std::optional<KnownShard> known(const Tensor& tensor) {
+  auto& all = known_shards();
+  const MutexLock lock(all.mutex);
+  const auto found = all.shards.find(tensor.unsafeGetTensorImpl());
+  return found == all.shards.end() ? std::nullopt : std::optional(found->second);
+}
+
 }  // namespace
 
 FlatShard::FlatShard(std::vector<std::string> names, std::vector<Tensor> parameters, const Communicator& ranks,
@@ -56,9 +93,11 @@ FlatShard::FlatShard(std::vector<std::string> names, std::vector<Tensor> paramet
       precision_(precision),
       device_(parameters_[0].device()),
       is_trained_(parameters_[0].requires_grad()),
+      layout_(layout_of(parameters_, ranks_.size())),
+      part_(layout_.numel() / ranks_.size()),
+      ownership_(ownership_of(layout_, dtype_, ranks_)),
       taken_(parameters_.size()) {
   const at::NoGradGuard no_gradient;
-  lay_out();
   own_ = place.is_cpu() ? exact(part_, dtype_) : at::empty({part_}, at::device(place).dtype(dtype_));
   set_values(parameters_);
   bind();
@@ -97,7 +136,7 @@ FlatShard::~FlatShard() {
 }
 
 Tensor FlatShard::whole_flat(at::ScalarType dtype, at::Device device) const {
-  return at::empty({part_ * ranks_.size()}, at::device(device).dtype(dtype));
+  return at::empty({layout_.numel()}, at::device(device).dtype(dtype));
 }
 
 // Makes host memory from and to which the parameters' device copies fast.
@@ -110,26 +149,10 @@ Tensor FlatShard::on_host(const Tensor& flat) const {
   return flat.is_cpu() ? flat : host_memory(flat.numel(), flat.scalar_type()).copy_(flat);
 }
 
-void FlatShard::lay_out() {
-  const auto line = kAlignment / static_cast<std::int64_t>(at::elementSize(dtype_));
-  std::int64_t end = 0;
-  for (const auto& parameter : parameters_) {
-    places_.push_back({end, parameter.numel()});
-    end += rounded_up(parameter.numel(), line);
-  }
-  part_ = rounded_up(std::max<std::int64_t>(end, 1), line * ranks_.size()) / ranks_.size();
-}
-
+// Where this rank's part has the parameter's shard.
 FlatShard::Place FlatShard::own_place(std::size_t i) const {
-  const auto first = part_ * ranks_.rank();
-  const auto begin = std::max(places_[i].offset, first);
-  const auto end = std::min(places_[i].offset + places_[i].numel, first + part_);
-  return {begin - first, std::max<std::int64_t>(end - begin, 0)};
-}
-
-FlatShard::Range FlatShard::own_range(std::size_t i) const {
-  const auto begin = part_ * ranks_.rank() - places_[i].offset;
-  return {std::max<std::int64_t>(begin, 0), own_place(i).numel};
+  const auto own = gradient::shard_of(ownership_->own().owned(), i);
+  return {own.count > 0 ? layout_.places()[i].begin + own.begin - part_ * ranks_.rank() : 0, own.count};
 }
 
 // This rank's part, where its shards lie now. It begins with the first of them that has elements.
@@ -149,18 +172,18 @@ const Tensor& FlatShard::own() {
 void FlatShard::bind() {
   const auto keys = at::empty({0}, at::device(device_).dtype(dtype_)).key_set();
   storage_ = c10::Storage(c10::Storage::use_byte_size_t(),
-                          static_cast<std::size_t>(part_ * ranks_.size()) * at::elementSize(precision_.gathered),
+                          static_cast<std::size_t>(layout_.numel()) * at::elementSize(precision_.gathered),
                           c10::DataPtr(nullptr, device_));
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
     auto view = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(storage_), keys,
                                                      at::scalarTypeToTypeMeta(precision_.gathered));
-    view->set_storage_offset(places_[i].offset);
+    view->set_storage_offset(layout_.places()[i].begin);
     view->set_sizes_contiguous(parameter.sizes());
     parameter.set_data(at::Tensor(std::move(view)));
     parameter.mutable_grad() = Tensor();
     const auto own = own_place(i);
-    shards_.push_back(piece(own_, own.numel > 0 ? own.offset : 0, {own.numel}));
+    shards_.push_back(piece(own_, own.offset, {own.numel}));
     shards_.back().set_requires_grad(parameter.requires_grad());
   }
 }
@@ -169,8 +192,8 @@ void FlatShard::set_values(const std::vector<Tensor>& values) {
   const at::NoGradGuard no_gradient;
   const auto whole = whole_flat(dtype_, at::kCPU), part = on_host(own());
   if (ranks_.rank() == 0 && replicas_.rank() == 0) {
-    for (std::size_t i = 0; i < places_.size(); ++i) {
-      piece(whole, places_[i].offset, values[i].sizes()).copy_(values[i].detach());
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      piece(whole, layout_.places()[i].begin, values[i].sizes()).copy_(values[i].detach());
     }
   }
   run(Call::scatter(buffer_of(whole), buffer_of(part), 0), ranks_, values_);
@@ -182,7 +205,7 @@ void FlatShard::prepare_gather() {
   const at::NoGradGuard no_gradient;
   gathered_version_ = version();
   sent_ = on_host(own().to(precision_.gathered));  // itself, where it is so
-  whole_ = host_memory(part_ * ranks_.size(), precision_.gathered);
+  whole_ = host_memory(layout_.numel(), precision_.gathered);
 }
 
 void FlatShard::start_gather() {
@@ -218,8 +241,8 @@ std::vector<Tensor> FlatShard::gather_values() {
   const auto whole = whole_flat(dtype_, at::kCPU), part = on_host(own());
   run(Call::all_gather(buffer_of(part), buffer_of(whole)), ranks_, values_);
   std::vector<Tensor> values;
-  for (std::size_t i = 0; i < places_.size(); ++i)
-    values.push_back(piece(whole, places_[i].offset, parameters_[i].sizes()).clone());
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    values.push_back(piece(whole, layout_.places()[i].begin, parameters_[i].sizes()).clone());
   return values;
 }
 
@@ -260,7 +283,7 @@ void FlatShard::take_gradient(std::size_t i, double factor) {
   if (!gradient.defined()) return;
   if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();  // an embedding's with `sparse`
   if (!gradients_.defined()) gradients_ = whole_flat(precision_.summed, device_);
-  auto place = piece(gradients_, places_[i].offset, gradient.sizes());
+  auto place = piece(gradients_, layout_.places()[i].begin, gradient.sizes());
   if (factor == 0) {  // of no examples, whose mean is no number
     if (!taken_[i]) place.zero_();
   } else if (taken_[i]) {
@@ -281,8 +304,8 @@ void FlatShard::forget_gradients() {
 void FlatShard::reduce_gradients() {
   const at::NoGradGuard no_gradient;
   if (!gradients_.defined()) gradients_ = whole_flat(precision_.summed, device_);
-  for (std::size_t i = 0; i < places_.size(); ++i) {
-    if (!taken_[i]) piece(gradients_, places_[i].offset, {places_[i].numel}).zero_();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!taken_[i]) piece(gradients_, layout_.places()[i].begin, {layout_.places()[i].numel}).zero_();
   }
   // Gradients of an earlier backward lie in the memory for sums.
   const bool accumulates =
@@ -308,6 +331,35 @@ void FlatShard::set_gradients(const std::vector<bool>& taken_by_any) {
   }
   sums_ = Tensor();
   taken_.assign(taken_.size(), false);
+}
+
+void know_shard(const Tensor& shard, const Communicator& ranks, std::shared_ptr<const PartialParameter> of) {
+  auto& all = known_shards();
+  const MutexLock lock(all.mutex);
+  all.shards.insert_or_assign(shard.unsafeGetTensorImpl(), KnownShard{ranks, std::move(of)});
+}
+
+void forget_shard(const Tensor& shard) {
+  auto& all = known_shards();
+  const MutexLock lock(all.mutex);
+  all.shards.erase(shard.unsafeGetTensorImpl());
+}
+
+bool any_is_shard(const std::vector<Tensor>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const auto& tensor) { return known(tensor).has_value(); });
+}
+
+bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ranks) {
+  const auto group = ranks.group().shared_backend();
+  return std::any_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
+    const auto shard = known(tensor);
+    return shard && shard->ranks.group().shared_backend() == group;
+  });
+}
+
+std::shared_ptr<const PartialParameter> partial_of_shard(const Tensor& tensor) {
+  const auto shard = known(tensor);
+  return shard ? shard->of : nullptr;
 }
 
 }  // namespace lockstep::parallel

@@ -7,10 +7,13 @@
 #include <string>
 #include <vector>
 
+#include "gradient/ownership.h"
 #include "lockstep/collective/communicator.h"
 #include "lockstep/ops/tensor.h"
 
 namespace lockstep::parallel {
+
+class PartialParameter;
 
 // The flat buffer is rank 0's part, rank 1's part, ...; parameters lie in it one after the other, each on a 64-byte
 // boundary, and are cut where parts end. While it is not gathered the module's parameters have shapes, but no values.
@@ -41,17 +44,14 @@ class FlatShard {
   const Tensor& shard(std::size_t i) const { return shards_[i]; }
   std::int64_t own_elements() const { return part_; }
 
+  // Which elements of the parameters, slots 0, 1, ..., each rank's part has.
+  const std::shared_ptr<const gradient::Ownership>& ownership() const { return ownership_; }
+
   // True where the parameters were trained when they were divided: only then their gradients are summed.
   bool is_trained() const { return is_trained_; }
 
   // Throws InvalidArgument where a parameter that was frozen is to be trained now, which is not possible.
   void check_frozen() const;
-
-  // The elements of parameter i that this rank's part has.
-  struct Range {
-    std::int64_t begin = 0, count = 0;
-  };
-  Range own_range(std::size_t i) const;
 
   // Collective. Begins, and ends, to gather the values; `finish` begins too where `start` was not called.
   void start_gather();
@@ -93,7 +93,6 @@ class FlatShard {
     std::int64_t offset = 0, numel = 0;
   };
 
-  void lay_out();
   void run(Call call, const Communicator& among, Purpose purpose) const;
   void prepare_gather();
   void bind();
@@ -110,9 +109,10 @@ class FlatShard {
   const Precision precision_;
   const at::Device device_;  // the parameters'
   const bool is_trained_;
-  std::vector<Place> places_;  // [parameter]
-  std::int64_t part_ = 0;      // elements of one rank
-  Tensor own_;                 // this rank's part
+  const gradient::FlatLayout layout_;
+  const std::int64_t part_;  // elements of one rank
+  const std::shared_ptr<const gradient::Ownership> ownership_;
+  Tensor own_;  // this rank's part
   std::vector<Tensor> shards_;
   c10::Storage storage_;  // the parameters', which has memory while it is gathered
   Tensor sent_, whole_;  // this rank's part, and all parts, in the precision in which they are gathered; in host memory
@@ -126,5 +126,20 @@ class FlatShard {
   Tensor memory_for_sums_, sums_;  // of this rank's part, in the precision of the sums, in host memory
   std::vector<bool> taken_;
 };
+
+// All shards in this process, by their tensors. Any thread.
+
+// `ranks`: those that have the other parts. `of`: partial_of the module's parameter before it was divided.
+void know_shard(const Tensor& shard, const Communicator& ranks, std::shared_ptr<const PartialParameter> of);
+void forget_shard(const Tensor& shard);
+
+// True where one of the tensors is a shard. The second function asks for a shard of which these ranks have the other
+// parts.
+bool any_is_shard(const std::vector<Tensor>& tensors);
+bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ranks);
+
+// The result of partial_of for the parameter of which the tensor is a shard: not null where other ranks have other
+// parameters in its place. Null for a tensor that is no shard.
+std::shared_ptr<const PartialParameter> partial_of_shard(const Tensor& tensor);
 
 }  // namespace lockstep::parallel

@@ -3,10 +3,15 @@
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
+#include <map>
+
 #include "base/text.h"
-#include "parallel/gradient_norm.h"
-#include "parallel/name_pattern.h"
+#include "gradient/ownership.h"
+#include "gradient/parameter_parts.h"
+#include "parallel/gradients.h"
+#include "parallel/plan_entries.h"
 #include "parallel/sharded_units.h"
+#include "parallel/tied_parameters.h"
 
 namespace lockstep {
 
@@ -102,21 +107,91 @@ FullyShardedParameters internal::fully_shard(torch::nn::Module& module, const Co
   return sharded;
 }
 
-void parallel::add_units(torch::nn::Module& module, const std::vector<std::string>& patterns,
-                         const std::function<void(torch::nn::Module& unit, const std::string& name, bool keep)>& add) {
+namespace parallel {
+namespace {
+
+// The place of a shard in the parameter of the module, which may be divided too.
+class ShardParts final : public gradient::ParameterParts {
+ public:
+  ShardParts(const FlatShard& flat, std::size_t i, Communicator ranks)
+      : sizes_(flat.parameters()[i].sizes().vec()),
+        ownership_(flat.ownership()),
+        slot_(i),
+        ranks_(std::move(ranks)),
+        of_parameter_(gradient::parts_of(flat.parameters()[i])) {}
+
+  std::vector<Communicator> holders() const override {
+    auto all = of_parameter_ != nullptr ? of_parameter_->holders() : std::vector<Communicator>();
+    all.push_back(ranks_);
+    return all;
+  }
+
+  std::vector<std::int64_t> whole_sizes(at::IntArrayRef) const override {
+    return of_parameter_ != nullptr ? of_parameter_->whole_sizes(sizes_) : sizes_;
+  }
+
+  Tensor whole(const Tensor& part) const override {
+    const auto values = ownership_->all_gather_slot(slot_, sizes_, part);
+    return of_parameter_ != nullptr ? of_parameter_->whole(values) : values;
+  }
+
+  Tensor part_of(const Tensor& whole) const override {
+    const auto values = of_parameter_ != nullptr ? of_parameter_->part_of(whole) : whole;
+    const auto own = gradient::shard_of(ownership_->own().owned(), slot_);
+    return values.reshape({-1}).narrow(0, own.begin, own.count);
+  }
+
+ private:
+  const std::vector<std::int64_t> sizes_;
+  const std::shared_ptr<const gradient::Ownership> ownership_;
+  const std::size_t slot_;
+  const Communicator ranks_;
+  const std::shared_ptr<const gradient::ParameterParts> of_parameter_;
+};
+
+}  // namespace
+
+void add_units(torch::nn::Module& module, const std::vector<std::string>& patterns,
+               const std::function<void(torch::nn::Module& unit, const std::string& name, bool keep)>& add) {
   const auto modules = module.named_modules("", /*include_self=*/false);
   std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> units;
   for (const auto& pattern : patterns) {
     const auto before = units.size();
     for (const auto& each : modules) {
-      if (parallel::matches(pattern, each.key())) units.emplace_back(each.key(), each.value());
+      if (matches(pattern, each.key())) units.emplace_back(each.key(), each.value());
     }
     if (units.size() > before) continue;
     throw InvalidArgument(
-        text("fully_shard: no module is called \"", pattern, "\"; ", parallel::suggestion(pattern, modules.keys())));
+        text("fully_shard: no module is called \"", pattern, "\"; ", suggestion(pattern, modules.keys())));
   }
   for (const auto& [name, unit] : units) add(*unit, name, false);
   add(module, "", true);
 }
 
+gradient::ModelPart own_part(const std::shared_ptr<ShardedUnits>& units, const torch::nn::Module& module) {
+  std::map<const at::TensorImpl*, std::string> names;  // the first ones
+  for (const auto& each : module.named_parameters()) names.try_emplace(each.value().unsafeGetTensorImpl(), each.key());
+  gradient::ModelPart split;
+  units->for_each_flat_shard([&](const FlatShard& flat) {
+    auto capacity = flat.own_elements();
+    for (std::size_t i = 0; i < flat.parameters().size(); ++i) {
+      const auto& shard = flat.shard(i);
+      auto parts = std::make_shared<ShardParts>(flat, i, units->ranks());
+      const bool is_last = i + 1 == flat.parameters().size();
+      split.trained.push_back({.name = names.at(flat.parameters()[i].unsafeGetTensorImpl()),
+                               .tensor = shard,
+                               .parts = std::move(parts),
+                               .is_copy = is_tied_copy(flat.parameters()[i]),
+                               .capacity = is_last ? capacity : shard.numel()});
+      capacity -= gradient::whole_lines(shard.numel(), shard.scalar_type());
+    }
+  });
+  units->sum_gradients(1);  // until before_backward says otherwise
+  split.after_regroup = [units] { units->abandon(); };
+  split.before_forward = [units] { units->release(); };
+  split.before_backward = [units](double factor) { units->sum_gradients(factor); };
+  return split;
+}
+
+}  // namespace parallel
 }  // namespace lockstep

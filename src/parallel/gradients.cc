@@ -2,14 +2,118 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <cmath>
 #include <span>
+#include <unordered_set>
 
 #include "base/text.h"
 #include "gradient/layer_over_ranks.h"
 #include "lockstep/gradient/tensor_collectives.h"
-#include "parallel/gradient_norm.h"
-#include "parallel/known_shards.h"
-#include "parallel/sum_gradients.h"
+#include "parallel/divided_parameter.h"
+#include "parallel/flat_shard.h"
+#include "parallel/gradients.h"
+#include "parallel/tied_parameters.h"
+
+namespace lockstep::parallel {
+namespace {
+
+const Purpose kThere("finding which gradients the ranks have"), kSums("the gradients that the ranks share");
+
+// Makes the parameter's gradient dense and contiguous: zeros where there is none.
+Tensor& dense_gradient(const Tensor& parameter) {
+  auto& gradient = parameter.mutable_grad();
+  if (!gradient.defined()) return gradient = at::zeros_like(parameter, at::MemoryFormat::Contiguous);
+  return gradient = (gradient.is_sparse() ? gradient.to_dense() : gradient).contiguous();
+}
+
+// Replaces each gradient, which is contiguous, by the sum over the ranks. They are sent together.
+void sum_over(const Communicator& ranks, const std::vector<Tensor>& gradients, const Purpose& purpose) {
+  std::vector<Tensor> in_host;
+  std::vector<Call> calls;
+  for (const auto& gradient : gradients) {
+    in_host.push_back(gradient.cpu());
+    calls.push_back(Call::all_reduce(buffer_of(in_host.back()), ReduceOp::sum));
+    calls.back().purpose = purpose;
+  }
+  ranks.group().run(calls, ranks.deadline());
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    if (!gradients[i].is_cpu()) gradients[i].copy_(in_host[i]);
+  }
+}
+
+}  // namespace
+
+bool is_divided_among(const Tensor& parameter, const Communicator& ranks) {
+  const auto own = partial_of(parameter), partial = own != nullptr ? own : partial_of_shard(parameter);
+  return partial != nullptr && partial->ranks().group().shared_backend() == ranks.group().shared_backend();
+}
+
+void sum_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks) {
+  if (ranks.size() == 1) return;
+  const at::NoGradGuard no_gradient;
+  std::vector<Tensor> shared;
+  std::vector<double> there;
+  for (const auto& parameter : unique(parameters)) {
+    if (!parameter.requires_grad() || is_divided_among(parameter, ranks)) continue;
+    shared.push_back(parameter);
+    there.push_back(parameter.grad().defined() ? 1 : 0);
+  }
+  ranks.with_purpose(kThere).sum(there);
+  std::vector<Tensor> gradients;
+  for (std::size_t i = 0; i < shared.size(); ++i) {
+    if (there[i] > 0) gradients.push_back(dense_gradient(shared[i]));
+  }
+  sum_over(ranks, gradients, kSums);
+}
+
+void GradientNorm::add(const Tensor& parameter, const Tensor& gradient) {
+  if (is_tied_copy(parameter)) return;
+  auto* parts = parts_.data();
+  if (const auto partial = partial_of(parameter)) {
+    const auto* const backend = partial->ranks().group().shared_backend().get();
+    const auto found = std::find_if(parts_.begin() + 1, parts_.end(), [&](const auto& each) {
+      return each.ranks.group().shared_backend().get() == backend;
+    });
+    parts = found != parts_.end() ? &*found : &parts_.emplace_back(Parts{partial->ranks()});
+  }
+  if (!gradient.defined()) return;
+  const auto norm = gradient.norm(2, at::kDouble).item<double>();
+  parts->squares += norm * norm;
+}
+
+double GradientNorm::over(const Communicator& shards, const Communicator& stages) const {
+  std::vector<double> squares;
+  for (const auto& parts : parts_) squares.push_back(parts.squares);
+  shards.sum(squares);
+  double sum = 0;
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    parts_[i].ranks.sum({&squares[i], 1});
+    sum += squares[i];
+  }
+  stages.sum({&sum, 1});
+  return std::sqrt(sum);
+}
+
+std::vector<Tensor> unique(const std::vector<Tensor>& parameters) {
+  std::vector<Tensor> each;
+  std::unordered_set<const at::TensorImpl*> seen;
+  for (const auto& parameter : parameters) {
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second) each.push_back(parameter);
+  }
+  return each;
+}
+
+double clip_factor(double norm, double max_norm) {
+  const auto factor = max_norm / (norm + 1e-6);  // as torch.nn.utils.clip_grad_norm_
+  return factor > 1 ? 1 : factor;                // a norm that is no number stays one
+}
+
+void check_max_norm(double max_norm) {
+  if (!(max_norm > 0)) throw InvalidArgument(text("clip_grad_norm: max_norm is ", max_norm, "; it must be above 0"));
+}
+
+}  // namespace lockstep::parallel
 
 namespace lockstep {
 namespace {
@@ -77,32 +181,24 @@ void average_gradients(const std::vector<Tensor>& parameters, const Communicator
   const double total = counts[0];
   for (std::size_t i = 0; i < layers.size(); ++i)
     check_proportional(*layers[i], examples, std::span(counts).subspan(averaged.size() + 1 + 3 * i, 3));
-  std::vector<std::pair<Tensor, Tensor>> sent;  // gradients, and where they lie in host memory
-  std::vector<Call> calls;
+  std::vector<Tensor> gradients;
   for (std::size_t i = 0; i < averaged.size(); ++i) {
     const auto& parameter = averaged[i];
-    auto& gradient = parameter.mutable_grad();
-    if (gradient.defined()) gradient = (gradient.is_sparse() ? gradient.to_dense() : gradient).contiguous();
     if (parallel::is_divided_among(parameter, ranks)) {
       check_equal(examples * ranks.size(), total);
-      if (gradient.defined()) gradient.mul_(1.0 / ranks.size());
+      if (parameter.grad().defined()) parallel::dense_gradient(parameter).mul_(1.0 / ranks.size());
       continue;
     }
     if (counts[i + 1] == 0) continue;
-    if (!gradient.defined()) gradient = at::zeros_like(parameter, at::MemoryFormat::Contiguous);
+    auto& gradient = parallel::dense_gradient(parameter);
     if (examples == 0) {
       gradient.zero_();  // the mean over no examples is no number
     } else {
       gradient.mul_(examples / total);
     }
-    sent.emplace_back(gradient, gradient.cpu());
-    calls.push_back(Call::all_reduce(buffer_of(sent.back().second), ReduceOp::sum));
-    calls.back().purpose = kMeans;
+    gradients.push_back(gradient);
   }
-  ranks.group().run(calls, ranks.deadline());
-  for (const auto& [gradient, host] : sent) {
-    if (!gradient.is_cpu()) gradient.copy_(host);
-  }
+  parallel::sum_over(ranks, gradients, kMeans);
 }
 
 double clip_grad_norm(const std::vector<Tensor>& parameters, double max_norm, const Communicator& stages) {

@@ -7,9 +7,9 @@
 #include <typeinfo>
 
 #include "base/text.h"
-#include "parallel/gradient_norm.h"
+#include "parallel/gradients.h"
+#include "parallel/plan_entries.h"
 #include "parallel/rehearsal_group.h"
-#include "parallel/tensor_entries.h"
 
 namespace lockstep::parallel {
 namespace {

@@ -12,7 +12,6 @@
 #include "base/median.h"
 #include "base/text.h"
 #include "lockstep/ops/memory.h"
-#include "parallel/bytes_in_use.h"
 #include "parallel/layer_trial.h"
 #include "parallel/rehearsal_group.h"
 

@@ -7,10 +7,11 @@
 #include <set>
 #include <vector>
 
+#include "lockstep/ops/memory.h"
+#include "parallel/choose_split.h"
 #include "parallel/layer_kinds.h"
 #include "parallel/layer_trial.h"
 #include "parallel/measure_links.h"
-#include "parallel/split_profile.h"
 
 namespace lockstep::parallel {
 
@@ -47,5 +48,11 @@ class LayerMeasurements {
   std::map<int, LayerKinds> kinds_;  // by ranks of the tensor axis
   std::map<LayerDivision, Measured> measured_;
 };
+
+// Counted by Lockstep's allocator; 0 where LibTorch's own serves.
+inline double bytes_in_use() {
+  const auto stats = memory_stats();
+  return static_cast<double>(stats.reserved_bytes) - static_cast<double>(stats.cached_bytes);
+}
 
 }  // namespace lockstep::parallel

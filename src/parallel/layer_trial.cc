@@ -4,7 +4,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/module.h>
 
-#include "parallel/gradient_norm.h"
+#include "parallel/gradients.h"
 #include "parallel/split_linear.h"
 
 namespace lockstep::parallel {

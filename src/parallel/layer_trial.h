@@ -6,7 +6,7 @@
 
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/plan.h"
-#include "parallel/split_profile.h"
+#include "parallel/choose_split.h"
 
 namespace lockstep::parallel {
 

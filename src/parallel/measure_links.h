@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "lockstep/collective/communicator.h"
-#include "parallel/split_profile.h"
+#include "parallel/choose_split.h"
 
 namespace lockstep::parallel {
 

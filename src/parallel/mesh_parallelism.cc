@@ -9,12 +9,10 @@
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/divided_parameter.h"
 #include "parallel/exchange.h"
-#include "parallel/layout_map.h"
+#include "parallel/gradients.h"
 #include "parallel/mesh_execution.h"
-#include "parallel/name_pattern.h"
-#include "parallel/split_shards.h"
-#include "parallel/sum_gradients.h"
-#include "parallel/tensor_entries.h"
+#include "parallel/plan_entries.h"
+#include "parallel/sharded_units.h"
 #include "parallel/tied_parameters.h"
 #include "train/model_impl.h"
 
@@ -215,7 +213,7 @@ std::shared_ptr<train::Execution> MeshParallelism::execution(ModelImpl& model) c
   return std::make_shared<MeshExecution>(model, *this);
 }
 
-gradient::SplitModule MeshParallelism::split(torch::nn::Module& module) const {
+gradient::ModelPart MeshParallelism::split(torch::nn::Module& module) const {
   if (has_stages() && topology_.stages.size() > 1) {
     throw InvalidArgument(text("ModelParallelStrategy: a model that is one module cannot be cut into stages along \"",
                                options_.pipeline_axis, "\"; make the Model of a list of layers, or a Sequential"));
@@ -240,7 +238,7 @@ void MeshParallelism::divide(torch::nn::Module& module, std::set<std::string>& u
     parallelize_module(module, topology_.positions, of_positions);
 }
 
-gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set<std::string>& used) const {
+gradient::ModelPart MeshParallelism::shard(torch::nn::Module& module, std::set<std::string>& used) const {
   if (has_shards()) {
     auto options = options_.fully_shard;
     options.replicas = copies_;
@@ -248,11 +246,11 @@ gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set
     const auto units = std::make_shared<ShardedUnits>(shard_, options);
     add_units(module, fitting(options.units, module.named_modules("", /*include_self=*/false).keys(), used),
               [&](torch::nn::Module& unit, const std::string& name, bool keep) { units->add(unit, name, keep); });
-    auto split = split_shards(units, module);
+    auto split = own_part(units, module);
     split.summed_over = topology_.tokens;
     return split;
   }
-  gradient::SplitModule split;
+  gradient::ModelPart split;
   // On a larger mesh these are units.
   fitting(options_.fully_shard.units, module.named_modules("", /*include_self=*/false).keys(), used);
   if (expert_.size() > 1 || topology_.positions.size() > 1) {

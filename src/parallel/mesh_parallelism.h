@@ -47,7 +47,7 @@ class MeshParallelism final : public strategy::Kind {
   // This rank's positions of the sequences, and what must live while it computes with them; the whole of an output.
   // Nothing changes without such an axis; else `whole_positions` is collective over topology().positions. own_positions
   // throws InvalidArgument for a tensor that cannot be divided, and where sequences have not so many `positions` as
-  // SplitModule says.
+  // ModelPart says.
   Example own_positions(const Example& whole, std::int64_t positions) const;
   std::unique_ptr<ContextParallel> use_context() const;
   Tensor whole_positions(const Tensor& part) const;
@@ -55,13 +55,13 @@ class MeshParallelism final : public strategy::Kind {
   // `divide` divides the layers of a stage, or model, over the ranks for tensors; then `shard` shards this rank's part,
   // and says what it trains. Patterns that match nothing in the module are left out; others are added to `used`.
   void divide(torch::nn::Module& module, std::set<std::string>& used) const;
-  gradient::SplitModule shard(torch::nn::Module& module, std::set<std::string>& used) const;
+  gradient::ModelPart shard(torch::nn::Module& module, std::set<std::string>& used) const;
 
   // Throws InvalidArgument for a pattern of the options that is not in `used`, with the most similar of the names.
   void check_used(const std::set<std::string>& used, const std::set<std::string>& names) const;
 
  private:
-  gradient::SplitModule split(torch::nn::Module& module) const;
+  gradient::ModelPart split(torch::nn::Module& module) const;
   bool has_shards() const { return shard_.size() > 1; }
   std::vector<std::string> axes_with_other_examples() const;
   std::vector<std::string> axes_with_other_tokens() const;

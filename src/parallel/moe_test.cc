@@ -11,7 +11,6 @@
 #include "collective/ranks_testing.h"
 #include "lockstep/parallel/gradients.h"
 #include "lockstep/parallel/recompute.h"
-#include "parallel/expert_testing.h"
 #include "parallel/transformer_testing.h"
 
 namespace lockstep::parallel {

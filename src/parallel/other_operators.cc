@@ -1,4 +1,4 @@
-#include "parallel/other_operators.h"
+#include "parallel/divided_parameter.h"
 
 #include <ATen/ATen.h>
 

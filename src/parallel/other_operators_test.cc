@@ -1,5 +1,5 @@
 // Operators on divided parameters that no layer's style knows, against one process, in double precision.
-#include "parallel/other_operators.h"
+#include "parallel/divided_parameter.h"
 
 #include <gtest/gtest.h>
 #include <torch/nn/functional/normalization.h>

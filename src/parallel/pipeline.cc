@@ -13,13 +13,11 @@
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "lockstep/parallel/recompute.h"
-#include "parallel/counted_labels.h"
-#include "parallel/gradient_norm.h"
+#include "parallel/gradients.h"
 #include "parallel/mesh_backend.h"
 #include "parallel/pipeline_run.h"
 #include "parallel/pipeline_timeline.h"
 #include "parallel/sharded_units.h"
-#include "parallel/step_over_ranks.h"
 #include "parallel/tied_parameters.h"
 
 namespace lockstep {

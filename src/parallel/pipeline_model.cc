@@ -9,7 +9,7 @@
 #include "base/text.h"
 #include "lockstep/parallel/cut_stages.h"
 #include "ops/replica_random.h"
-#include "parallel/name_pattern.h"
+#include "parallel/plan_entries.h"
 
 namespace lockstep::parallel {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "gradient/split_module.h"
+#include "gradient/parameter_parts.h"
 #include "lockstep/parallel/pipeline.h"
 #include "parallel/mesh_parallelism.h"
 #include "train/layers_module.h"
@@ -24,7 +24,7 @@ class PipelineModel {
 
   // This rank's layers under their names in the model, and what it trains of them.
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
-  const gradient::SplitModule& split() const { return split_; }
+  const gradient::ModelPart& split() const { return split_; }
 
   // Call Pipeline's. Where parameters are sharded over pipelines, each has as many microbatches as all have examples
   // for: collective over the pipelines.
@@ -39,7 +39,7 @@ class PipelineModel {
   const Communicator workers_;
   std::shared_ptr<Pipeline> pipeline_;
   std::shared_ptr<torch::nn::Module> module_;
-  gradient::SplitModule split_;
+  gradient::ModelPart split_;
 };
 
 }  // namespace lockstep::parallel

@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <span>
 #include <utility>
 
 #include "base/text.h"
-#include "parallel/synchronize.h"
+#include "lockstep/base/error.h"
+#include "parallel/mesh_backend.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -144,6 +146,59 @@ Tensor PipelineRun::predict(const Tensor& x, std::int64_t most_microbatches) {
   }
   links_.flush();
   return outputs.empty() ? Tensor() : at::cat(outputs);
+}
+
+namespace {
+
+const Purpose kExamples("the examples of pipelines that call layers together"),
+    kWeight("what a pipeline's batch counts for");
+
+}  // namespace
+
+StepOverRanks::StepOverRanks(Layers layers, const Communicator& pipeline, std::int64_t examples)
+    : layers_(std::move(layers)),
+      pipeline_(pipeline.with_purpose(kWeight)),
+      examples_(examples),
+      most_examples_(examples) {
+  for (const auto& layer : layers_) {
+    if (are_of_one_mesh(layer->group(), pipeline.group())) continue;
+    throw InvalidArgument(text("Pipeline: the batch normalization \"", layer->name(), "\" of a stage is over ",
+                               layer->group().size(),
+                               " ranks (convert_sync_batchnorm) that are not of the pipeline's mesh, so that pipelines "
+                               "cannot agree on their microbatches: take both from one DeviceMesh, such as "
+                               "mesh[\"data\"].group() and mesh[\"pipeline\"]"));
+  }
+  auto call = Call::all_reduce(buffer_of(std::span(&most_examples_, 1)), ReduceOp::max);
+  call.purpose = kExamples;
+  const auto mesh = mesh_of(pipeline);
+  mesh.group().run(call, mesh.deadline());
+}
+
+StepOverRanks::~StepOverRanks() {
+  for (const auto& layer : layers_) layer->set_weight(std::nullopt);
+}
+
+void StepOverRanks::set_weight(const std::function<double()>& weight, int last) {
+  double given = pipeline_.rank() == last && examples_ > 0 ? weight() : 0;
+  pipeline_.sum({&given, 1});
+  for (const auto& layer : layers_) layer->set_weight(given);
+}
+
+void check_labels_count_alike(const char* caller, const Tensor& target, std::int64_t parts) {
+  constexpr std::int64_t kIgnoreIndex = -100;
+  if (target.scalar_type() != at::kLong || target.dim() == 0 || target.numel() == 0) return;
+  const auto counted = target.ne(kIgnoreIndex);
+  const auto all = counted.sum().item<std::int64_t>();
+  if (all == target.numel()) return;
+  for (const auto& part : counted.tensor_split(std::min(parts, target.size(0)))) {
+    const auto here = part.sum().item<std::int64_t>();
+    if (here * target.size(0) == all * part.size(0)) continue;
+    throw InvalidArgument(
+        text(caller, ": ", target.numel() - all, " of ", target.numel(), " labels are ", kIgnoreIndex,
+             ", and a part of ", part.size(0), " of ", target.size(0), " examples has ", here, " of the ", all,
+             " others, so that its mean loss is not over its examples. Give a sum, with Reduction::Sum, and a weight, "
+             "the number of labels that count: step(x, target, sum, weight)"));
+  }
 }
 
 }  // namespace lockstep::parallel

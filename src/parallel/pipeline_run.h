@@ -1,11 +1,17 @@
-// The interpreter of pipeline schedules: carries out one rank's actions for one batch.
+// A step of a pipeline: the interpreter of schedules, which carries out one rank's actions for one batch, and what the
+// step agrees on and checks before.
 #pragma once
+
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <functional>
 #include <map>
 #include <memory>
 #include <vector>
 
+#include "gradient/layer_over_ranks.h"
+#include "lockstep/collective/communicator.h"
+#include "lockstep/ops/tensor.h"
 #include "lockstep/parallel/pipeline.h"
 #include "parallel/split_linear.h"
 #include "parallel/stage_links.h"
@@ -59,5 +65,41 @@ class PipelineRun {
   std::map<Key, Kept> kept_;
   std::map<StageMessage, Tensor> local_;  // between two stages of this rank
 };
+
+// Pipelines call such a layer together: each for as many microbatches as the one with most examples has. While this
+// object lives, the layers' backwards have the weight of the whole batch.
+class StepOverRanks {
+ public:
+  using Layers = std::vector<std::shared_ptr<gradient::LayerOverRanks>>;
+
+  // `layers`: of this rank's stages; may be none where other ranks of the pipeline have some. Collective over the mesh
+  // whose axis `pipeline` is. Throws InvalidArgument where a layer's ranks are not of that mesh.
+  StepOverRanks(Layers layers, const Communicator& pipeline, std::int64_t examples);
+  ~StepOverRanks();
+  StepOverRanks(const StepOverRanks&) = delete;
+  StepOverRanks& operator=(const StepOverRanks&) = delete;
+
+  // The examples of the pipeline that has most.
+  std::int64_t most_examples() const { return most_examples_; }
+
+  // Collective over the pipeline. `weight` is called on its rank `last` alone, and not without examples.
+  void set_weight(const std::function<double()>& weight, int last);
+
+ private:
+  const Layers layers_;
+  const Communicator pipeline_;
+  const std::int64_t examples_;
+  std::int64_t most_examples_ = 0;
+};
+
+// Throws InvalidArgument where means over the labels of `parts` of a batch do not make up the batch's mean. They do
+// where each part has its share of the labels that are not -100, LibTorch's ignore_index. Only labels of int64 are
+// examined.
+void check_labels_count_alike(const char* caller, const Tensor& target, std::int64_t parts);
+
+// Waits until the device has computed all work that it was given; a CPU has already.
+inline void synchronize(c10::Device device) {
+  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+}
 
 }  // namespace lockstep::parallel

@@ -8,7 +8,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "parallel/pipeline_costs.h"
+#include "parallel/pipeline_timeline.h"
 
 namespace lockstep {
 namespace {

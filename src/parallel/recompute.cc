@@ -17,7 +17,7 @@
 #include "lockstep/parallel/context_parallel.h"
 #include "ops/replica_random.h"
 #include "ops/watching_hook.h"
-#include "parallel/gradient_norm.h"
+#include "parallel/gradients.h"
 #include "parallel/in_recompute.h"
 
 namespace lockstep {

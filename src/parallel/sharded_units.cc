@@ -17,7 +17,7 @@
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/dtypes.h"
 #include "parallel/divided_parameter.h"
-#include "parallel/known_shards.h"
+#include "parallel/flat_shard.h"
 #include "parallel/split_linear.h"
 
 namespace lockstep::parallel {

@@ -8,7 +8,8 @@
 #include <vector>
 
 #include "gradient/backward_weights.h"
-#include "gradient/post_accumulate_hook.h"
+#include "gradient/gradient_hooks.h"
+#include "gradient/parameter_parts.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "parallel/flat_shard.h"
 
@@ -139,6 +140,10 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
 // InvalidArgument for a pattern that none matches.
 void add_units(torch::nn::Module& module, const std::vector<std::string>& patterns,
                const std::function<void(torch::nn::Module& unit, const std::string& name, bool keep)>& add);
+
+// For strategies: returns the part that a rank trains of a module whose parameters are in these units. These are its
+// shards, under the parameters' names in the module. Shards stay in one piece for each flat buffer of the units.
+gradient::ModelPart own_part(const std::shared_ptr<ShardedUnits>& units, const torch::nn::Module& module);
 
 // True where fully_shard has divided the module's parameter.
 bool is_sharded(const Tensor& parameter);

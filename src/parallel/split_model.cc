@@ -9,8 +9,8 @@
 #include "lockstep/parallel/cut_stages.h"
 #include "lockstep/parallel/gradients.h"
 #include "lockstep/parallel/split.h"
-#include "parallel/counted_labels.h"
-#include "parallel/tensor_entries.h"
+#include "parallel/pipeline_run.h"
+#include "parallel/plan_entries.h"
 
 namespace lockstep {
 namespace {

@@ -11,7 +11,7 @@
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/divided_parameter.h"
 #include "parallel/equal_gradients.h"
-#include "parallel/name_pattern.h"
+#include "parallel/plan_entries.h"
 
 namespace lockstep {
 namespace {

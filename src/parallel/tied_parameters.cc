@@ -8,7 +8,7 @@
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/parameter_hook.h"
-#include "parallel/name_pattern.h"
+#include "parallel/plan_entries.h"
 #include "parallel/sharded_units.h"
 
 namespace lockstep::parallel {

@@ -1,9 +1,13 @@
-// Tensors as operations take them.
+// Horovod's operations share these: tensors as operations take them, gradients, bytes, and how both kinds of
+// DistributedOptimizer read their options.
 #pragma once
 
 #include <ATen/Functions.h>
 
+#include <cstddef>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -75,5 +79,30 @@ struct Started {
   Handle<Tensors> all() const { return {work, results}; }
   Handle<Tensor> only() const { return {work, std::shared_ptr<Tensor>(results, results->data())}; }
 };
+
+// Maps the gradients of the floating-point results, whose indices are in `which`, to the gradients of the inputs with
+// the same indices. All ranks call it in their backward.
+using Backward = std::function<Tensors(const Tensors& gradients, const std::vector<std::size_t>& which)>;
+
+// Returns the results of `operation` on `inputs`, one for each, in autograd's graph where an input requires a gradient.
+Tensors differentiable(const Tensors& inputs, const std::function<Tensors()>& operation, const Backward& backward);
+
+// Returns, on all ranks, what `make` returns on root. `call` describes the operation to the others. An exception of
+// `make` is an InvalidArgument on the others.
+std::string broadcast_bytes(const std::string& call, const std::function<std::string()>& make, int root_rank);
+
+inline std::optional<DType> sent_dtype(Compression compression) {
+  switch (compression) {
+    case Compression::none: return std::nullopt;
+    case Compression::fp16: return DType::float16;
+    case Compression::bf16: return DType::bfloat16;
+  }
+  return std::nullopt;
+}
+
+inline void check_gradient_op(ReduceOp op) {
+  if (op == Average || op == Sum) return;
+  throw InvalidArgument(text("DistributedOptimizer: op is ", name_of(op), "; it must be Average or Sum"));
+}
 
 }  // namespace lockstep::horovod
