@@ -1,8 +1,7 @@
 # A library of the modules that need gRPC: grpc_service and etcd. Their messages.proto are compiled by protoc.
-lockstep_modules(PLUGIN_MODULES plugin)
-lockstep_sources(PLUGIN_SOURCES ${PLUGIN_MODULES})
+lockstep_sources(PLUGIN_SOURCES lockstep_grpc)
 set(generated ${PROJECT_BINARY_DIR}/generated)
-foreach(module ${PLUGIN_MODULES})
+foreach(module ${MODULES_OF_lockstep_grpc})
   set(messages ${generated}/${module}/messages.pb)
   set(proto ${PROJECT_SOURCE_DIR}/src/${module}/messages.proto)
   add_custom_command(OUTPUT ${messages}.cc ${messages}.h
@@ -25,7 +24,7 @@ if(LOCKSTEP_WITH_TORCH)
 endif()
 
 if(NOT LOCKSTEP_SANITIZE STREQUAL "thread")  # which does not see how gRPC and Abseil synchronize, and stands still in them
-  foreach(module ${PLUGIN_MODULES})
+  foreach(module ${MODULES_OF_lockstep_grpc})
     file(GLOB tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/*_test.cc)
     lockstep_test(${module}_test lockstep_core ${tests} $<TARGET_OBJECTS:lockstep_grpc_objects>)
     target_include_directories(${module}_test PRIVATE ${generated})

@@ -1,11 +1,11 @@
-# `cmake --install`: the library, its headers, the command, and what find_package(Lockstep) reads.
+# `cmake --install`: the libraries, their headers, the command, and what find_package(Lockstep) reads.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 # Not all that is installed is built by every target: `make train` builds no command. Where all is built this does nothing.
 set(installed lockstep_cli)
 if(LOCKSTEP_WITH_TORCH)
-  list(APPEND installed lockstep)
+  list(APPEND installed ${LIBRARIES_torch})
   if(GRPC_FOUND)
     list(APPEND installed lockstep_grpc)
   endif()
@@ -22,7 +22,16 @@ if(LOCKSTEP_WITH_TORCH)
   set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/Lockstep)
   target_include_directories(lockstep PUBLIC $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   target_compile_features(lockstep PUBLIC cxx_std_20)
-  install(TARGETS lockstep EXPORT LockstepTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+  # Lockstep::lockstep is all that a program may link; a part is Lockstep::training, Lockstep::compat ...
+  set(LOCKSTEP_PARTS)
+  foreach(library IN LISTS LIBRARIES_torch)
+    string(REGEX REPLACE "^lockstep_" "" part ${library})
+    string(REGEX REPLACE "^lockstep$" training part ${part})
+    set_target_properties(${library} PROPERTIES EXPORT_NAME ${part})
+    list(APPEND LOCKSTEP_PARTS ${part})
+  endforeach()
+  set_target_properties(lockstep_all PROPERTIES EXPORT_NAME lockstep)
+  install(TARGETS ${LIBRARIES_torch} lockstep_all EXPORT LockstepTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
   if(GRPC_FOUND)
     install(TARGETS lockstep_grpc LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
   endif()

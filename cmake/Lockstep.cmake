@@ -1,37 +1,96 @@
 # Settings that every target shares, and functions that turn a module into sources and a test program.
 
-# lockstep_modules(VARIABLE kind): the modules of that kind, by src/modules.txt.
-function(lockstep_modules variable kind)
-  file(STRINGS ${PROJECT_SOURCE_DIR}/src/modules.txt lines REGEX "^[a-z_]+: ${kind}( |$)")
-  list(TRANSFORM lines REPLACE ":.*" "")
-  set(${variable} ${lines} PARENT_SCOPE)
-  set_property(DIRECTORY ${PROJECT_SOURCE_DIR} APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS src/modules.txt)
-endfunction()
+# src/modules.txt as variables:
+# LIBRARIES_plain   and so for each kind of library
+# MODULES_OF_name   of each library
+# LIBRARIES_BELOW_name   of each library: those whose modules its modules include
+set_property(DIRECTORY ${PROJECT_SOURCE_DIR} APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS src/modules.txt)
+file(STRINGS ${PROJECT_SOURCE_DIR}/src/modules.txt _lines REGEX "^[a-z]")
+foreach(_line IN LISTS _lines)
+  string(REGEX MATCHALL "[a-z_]+" _words ${_line})
+  list(POP_FRONT _words _name _library)
+  if(_line MATCHES "=")
+    list(APPEND LIBRARIES_${_library} ${_name})
+    continue()
+  endif()
+  set(_library_of_${_name} ${_library})
+  list(APPEND MODULES_OF_${_library} ${_name})
+  foreach(_used IN LISTS _words)
+    list(APPEND LIBRARIES_BELOW_${_library} ${_library_of_${_used}})
+  endforeach()
+  list(REMOVE_ITEM LIBRARIES_BELOW_${_library} ${_library})
+  list(REMOVE_DUPLICATES LIBRARIES_BELOW_${_library})
+endforeach()
 
-# lockstep_unity(NAME COUNT source...): with CMAKE_UNITY_BUILD up to COUNT of the sources are one translation unit. A file that
-# includes torch takes 4 s before its first line of ours is read.
-function(lockstep_unity name most)
-  set(count 0)
+# lockstep_unity(NAME SIZE source...): with CMAKE_UNITY_BUILD the sources are compiled in as few groups as are needed for none to have more than about
+# SIZE bytes. The groups are of equal size, so that each core of a machine has work to the end of a build.
+function(lockstep_unity name size)
+  set(total 0)
   foreach(source IN LISTS ARGN)
-    math(EXPR group "${count} / ${most}")
-    math(EXPR count "${count} + 1")
+    file(SIZE ${source} bytes)
+    math(EXPR total "${total} + ${bytes}")
+  endforeach()
+  math(EXPR groups "(${total} + ${size} - 1) / ${size}")
+  set(before 0)
+  foreach(source IN LISTS ARGN)
+    file(SIZE ${source} bytes)
+    math(EXPR group "(${before} + ${bytes} / 2) * ${groups} / ${total}")  # in which the source's middle lies
+    math(EXPR before "${before} + ${bytes}")
     set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${name}_${group})
   endforeach()
 endfunction()
 
-# lockstep_sources(VARIABLE module...): the modules' sources, without their tests.
-function(lockstep_sources variable)
+# lockstep_sources(VARIABLE library): the sources of the library's modules, without their tests.
+function(lockstep_sources variable library)
   set(sources)
-  foreach(module IN LISTS ARGN)
+  set(kernels)
+  foreach(module IN LISTS MODULES_OF_${library})
     file(GLOB_RECURSE found CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/*.cc)
-    list(FILTER found EXCLUDE REGEX "_test\\.cc$")
-    list(APPEND sources ${found})
-    lockstep_unity(${module} 15 ${found})
-    if(module STREQUAL kernels)  # Highway includes each of its files again, once an instruction set
-      set_source_files_properties(${found} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    list(FILTER found EXCLUDE REGEX "_test\\.cc$|${LOCKSTEP_LEFT_OUT}")
+    if(module STREQUAL kernels)
+      set(kernels ${found})
+    else()
+      list(APPEND sources ${found})
     endif()
   endforeach()
-  set(${variable} ${sources} PARENT_SCOPE)
+  lockstep_unity(${library} ${LOCKSTEP_UNITY_BYTES} ${sources})
+  # Highway includes each file again, once an instruction set: without SSSE3, so that a processor that has SSSE3 and not SSE4 uses plain loops.
+  set_source_files_properties(${kernels} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON COMPILE_OPTIONS
+    "$<IF:$<BOOL:${LOCKSTEP_NATIVE_KERNELS}>,-march=native;-DHWY_COMPILE_ONLY_STATIC,-DHWY_DISABLED_TARGETS=HWY_SSSE3>")
+  set(${variable} ${sources} ${kernels} PARENT_SCOPE)
+endfunction()
+
+# lockstep_plain_library(NAME): a static library of modules without torch. What links it links lockstep_core after it.
+function(lockstep_plain_library name)
+  lockstep_sources(sources ${name})
+  add_library(${name} STATIC ${sources})
+  lockstep_settings(${name})
+  target_link_libraries(${name} PRIVATE nlohmann_json::nlohmann_json)
+endfunction()
+
+# lockstep_torch_library(NAME): a shared library of modules with torch. All share the precompiled header of the first, `lockstep`.
+function(lockstep_torch_library name)
+  lockstep_sources(sources ${name})
+  add_library(${name} SHARED ${sources})
+  set_target_properties(${name} PROPERTIES DEFINE_SYMBOL "" SOVERSION 0 INSTALL_RPATH $ORIGIN)
+  lockstep_settings(${name})
+  if(name STREQUAL lockstep)
+    target_precompile_headers(${name} PRIVATE cmake/torch_pch.h)
+  else()
+    target_precompile_headers(${name} REUSE_FROM lockstep)
+  endif()
+  set(contained)
+  foreach(below IN LISTS LIBRARIES_BELOW_${name})
+    list(APPEND contained ${LIBRARIES_BELOW_${below}})
+  endforeach()
+  foreach(below IN LISTS LIBRARIES_BELOW_${name})
+    if(below IN_LIST LIBRARIES_torch)
+      target_link_libraries(${name} PUBLIC ${below})
+    elseif(NOT below IN_LIST contained)
+      target_link_libraries(${name} PRIVATE "$<LINK_LIBRARY:WHOLE_ARCHIVE,${below}>")
+    endif()
+  endforeach()
+  target_link_libraries(${name} PRIVATE nlohmann_json::nlohmann_json ZLIB::ZLIB)
 endfunction()
 
 function(lockstep_settings target)
@@ -43,6 +102,8 @@ function(lockstep_settings target)
   if(CMAKE_UNITY_BUILD)  # whose files g++ takes for headers, in which no type of an unnamed namespace may be a member
     target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
   endif()
+  # g++ would spend a tenth of its time on looking for memory that can be freed.
+  target_compile_options(${target} PRIVATE "$<$<CXX_COMPILER_ID:GNU>:--param=ggc-min-heapsize=1500000>")
   # -fno-math-errno lets the compiler vectorize square roots; nothing here reads errno after mathematics.
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-missing-field-initializers -Werror
     -fno-math-errno)
@@ -56,9 +117,9 @@ function(lockstep_settings target)
   endif()
 endfunction()
 
-# lockstep_module_tests(LIBRARY module...): one test program a module, of the *_test.cc files that stand beside its code.
+# lockstep_module_tests(LIBRARY): one test program a module, of the *_test.cc files that stand beside its code.
 function(lockstep_module_tests library)
-  foreach(module IN LISTS ARGN)
+  foreach(module IN LISTS MODULES_OF_${library})
     file(GLOB_RECURSE tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/*_test.cc)
     # The thread sanitizer does not follow a process with threads into a fork that starts threads again. Nor does it see
     # the barriers of LibTorch's OpenMP, between which operators compute on several threads.
@@ -80,15 +141,22 @@ endfunction()
 function(lockstep_test name library)
   add_executable(${name} ${ARGN})
   lockstep_settings(${name})
-  lockstep_unity(${name} 8 ${ARGN})
+  set(count 0)
+  foreach(source IN LISTS ARGN)
+    math(EXPR group "${count} / 8")
+    math(EXPR count "${count} + 1")
+    set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${name}_${group})
+  endforeach()
   # Tests compute little themselves, so they are compiled quickly; the library is compiled for speed.
   target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
   target_link_libraries(${name} PRIVATE ${library} GTest::gtest GTest::gtest_main ${HWY_LIBRARY} nlohmann_json::nlohmann_json ZLIB::ZLIB)
-  target_compile_definitions(${name} PRIVATE LOCKSTEP_SOURCE_DIR="${PROJECT_SOURCE_DIR}" LOCKSTEP_BINARY_DIR="${PROJECT_BINARY_DIR}")
-  if(library STREQUAL lockstep)
+  if(library IN_LIST LIBRARIES_plain)
+    target_link_libraries(${name} PRIVATE lockstep_core)
+  else()
     lockstep_torch_program(${name})
   endif()
+  target_compile_definitions(${name} PRIVATE LOCKSTEP_SOURCE_DIR="${PROJECT_SOURCE_DIR}" LOCKSTEP_BINARY_DIR="${PROJECT_BINARY_DIR}")
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES TIMEOUT 900 LABELS quick PROCESSORS 2)
   if(LOCKSTEP_SANITIZE)
@@ -155,7 +223,7 @@ endfunction()
 function(lockstep_test_program name)
   add_executable(${name} ${name}.cc)
   lockstep_settings(${name})
-  target_link_libraries(${name} PRIVATE lockstep)
+  target_link_libraries(${name} PRIVATE lockstep_all)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
   target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
   lockstep_torch_program(${name})

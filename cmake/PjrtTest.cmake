@@ -39,7 +39,7 @@ endforeach()
 
 # These compile for chips that are not here.
 if(PJRT_TPU_PLUGIN)
-  lockstep_test(topology_test lockstep_core tests/topology_test.cc)
+  lockstep_test(topology_test lockstep_pjrt tests/topology_test.cc)
   target_include_directories(topology_test SYSTEM PRIVATE ${PJRT_INCLUDE_DIR})
   target_compile_definitions(topology_test PRIVATE TPU_PLUGIN="${PJRT_TPU_PLUGIN}")
   set_property(TEST topology_test APPEND PROPERTY ENVIRONMENT

@@ -11,9 +11,13 @@ BUILD, WHEELS = sys.argv[1:3]
 PROJECT = """
 cmake_minimum_required(VERSION 3.25)
 project(train LANGUAGES CXX)
-find_package(Lockstep 0.1 REQUIRED)
+find_package(Lockstep 0.1 REQUIRED COMPONENTS training compat)
 add_executable(train train.cc)
 target_link_libraries(train PRIVATE Lockstep::lockstep)
+foreach(library lockstep compat)
+  add_executable(ranks_by_${library} ranks.cc)
+  target_link_libraries(ranks_by_${library} PRIVATE Lockstep::${library})
+endforeach()
 """
 
 PROGRAM = """
@@ -36,6 +40,16 @@ int main() {
 }
 """
 
+RANKS = """
+#include <lockstep/horovod.h>
+#include <iostream>
+int main() {
+  lockstep::horovod::init();
+  std::cout << "rank " << lockstep::horovod::rank() << " of " << lockstep::horovod::size() << "\\n";
+  lockstep::horovod::shutdown();
+}
+"""
+
 
 class Install(unittest.TestCase):
     def setUp(self):
@@ -52,14 +66,14 @@ class Install(unittest.TestCase):
         for file in self.tree.rglob("*"):
             if file.suffix in (".h", ".cmake"):
                 self.assertNotIn(".deps", file.read_text(), file)
-        for binary in ("bin/lockstep", "lib/liblockstep.so.0"):
-            where = subprocess.run(["readelf", "-d", self.tree / binary], capture_output=True, text=True, check=True).stdout
-            self.assertNotIn(".deps", where, binary)
+        for binary in [self.tree / "bin/lockstep", *self.tree.glob("lib/*.so*")]:
+            self.assertNotIn(".deps", self.do("readelf", "-d", binary), binary)
         torch = self.folder / "wheels"
         torch.symlink_to(WHEELS)
         self.project.mkdir()
         (self.project / "CMakeLists.txt").write_text(PROJECT)
         (self.project / "train.cc").write_text(PROGRAM)
+        (self.project / "ranks.cc").write_text(RANKS)
         for compiler in ("g++", "clang++"):
             with self.subTest(compiler):
                 build = self.folder / compiler
@@ -68,6 +82,9 @@ class Install(unittest.TestCase):
                 self.do("cmake", "--build", str(build))
                 output = self.do(str(self.tree / "bin/lockstep"), "run", "-n", "2", str(build / "train"), env={**os.environ, "PATH": "/usr/bin:/bin"})
                 self.assertEqual(sorted(output.splitlines()), ["[0] worker 0 of 2 has trained", "[1] worker 1 of 2 has trained"])
+                self.assertNotIn("liblockstep_compat", self.do("readelf", "-d", build / "train"))
+                for library in ("lockstep", "compat"):
+                    self.assertEqual(self.do(build / f"ranks_by_{library}"), "rank 0 of 1\n")
 
 
 if __name__ == "__main__":

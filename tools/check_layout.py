@@ -6,13 +6,14 @@ import sys
 
 
 def modules():
-    """Reads src/modules.txt: {name: (kind, the modules that it may include)}."""
+    """Reads src/modules.txt: {library: kind}, {name: (library, the modules that it may include)}."""
     lines = [line for line in pathlib.Path("src/modules.txt").read_text().splitlines() if line and not line.startswith("#")]
-    return {name: (rest.split()[0], rest.split()[1:]) for name, rest in (line.split(":") for line in lines)}
+    kinds = dict(line.split(" = ") for line in lines if "=" in line)
+    return kinds, {name: (rest.split()[0], rest.split()[1:]) for name, rest in (line.split(":") for line in lines if ":" in line)}
 
 
-MODULES = modules()
-WITHOUT_TORCH = {name for name, (kind, _) in MODULES.items() if kind != "torch"}
+KINDS, MODULES = modules()
+WITHOUT_TORCH = {name for name, (library, _) in MODULES.items() if KINDS[library] != "torch"}
 TORCH = re.compile(r'#include [<"](torch|ATen|c10)/')
 BROAD = re.compile(r'#include [<"](torch/torch\.h|torch/all\.h|ATen/ATen\.h|spdlog|fmt|nlohmann)')
 LEFTOVERS = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
@@ -77,6 +78,11 @@ modules_section = pathlib.Path("ARCHITECTURE.md").read_text().partition("\n## Mo
 listed = re.findall(r"^\| `(\w+)` \|", modules_section, re.MULTILINE)
 if sorted(listed) != sorted(MODULES):
     problems.append(f"ARCHITECTURE.md: its table of modules and src/modules.txt differ in {sorted(MODULES.keys() ^ set(listed))}, or one is listed twice")
+
+
+# CMake reads the list from top to bottom.
+for number, (name, (_, others)) in enumerate(MODULES.items()):
+    problems += [f"src/modules.txt: {name} may include {other}, which is not above it" for other in others if other not in list(MODULES)[:number]]
 
 
 def reachable(module):

@@ -5,28 +5,28 @@
 #include <filesystem>
 
 #include "base/text.h"
-#include "lockstep/base/error.h"
 
 namespace lockstep {
 namespace {
 
-constexpr const char* kLibrary = "liblockstep_grpc.so";
-
 std::filesystem::path folder_of_this_library() {
   Dl_info info;
-  if (dladdr(reinterpret_cast<const void*>(&function_of_grpc_plugin), &info) == 0 || info.dli_fname == nullptr)
-    return {};
+  if (dladdr(reinterpret_cast<const void*>(&find_in_plugin), &info) == 0 || info.dli_fname == nullptr) return {};
   return std::filesystem::path(info.dli_fname).parent_path();
 }
 
 }  // namespace
 
-void* function_of_grpc_plugin(const char* function, const std::string& needs) {
-  void* handle = dlopen((folder_of_this_library() / kLibrary).c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) handle = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
+void* find_in_plugin(const Plugin& plugin, const char* function, std::string& reason) {
+  const auto library = text("liblockstep_", plugin.name, ".so");
+  void* handle = dlopen((folder_of_this_library() / library).c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   void* const found = handle == nullptr ? nullptr : dlsym(handle, function);
-  if (found != nullptr) return found;
-  throw ClusterError(text(needs, " need ", kLibrary, ", which a build with -DLOCKSTEP_GRPC=ON has: ", dlerror()));
+  if (found == nullptr) {
+    reason = text(plugin.needed_for, " need ", library, ", which the target lockstep_", plugin.name,
+                  " of a build with -D", plugin.option, "=ON makes: ", dlerror());
+  }
+  return found;
 }
 
 }  // namespace lockstep

@@ -5,8 +5,22 @@
 
 namespace lockstep {
 
-// liblockstep_grpc.so, which lies beside this library: what needs no gRPC does not load it. Returns the function of
-// that name. Throws ClusterError saying what `needs` it.
-void* function_of_grpc_plugin(const char* function, const std::string& needs);
+// The library liblockstep_NAME.so, which lies beside this one.
+struct Plugin {
+  const char* name;
+  const char* needed_for;  // for messages: "parameter servers"
+  const char* option;      // of CMake, for a build to have the library
+};
+
+// Returns the library's function of that name. If there is none, returns null, and says why in `reason`.
+void* find_in_plugin(const Plugin& plugin, const char* function, std::string& reason);
+
+// Returns the library's function of that name. Throws Failure if there is none.
+template <class Failure, class Function>
+Function* function_of_plugin(const Plugin& plugin, const char* function) {
+  std::string reason;
+  if (void* const found = find_in_plugin(plugin, function, reason)) return reinterpret_cast<Function*>(found);
+  throw Failure(reason);
+}
 
 }  // namespace lockstep

@@ -9,7 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <regex>
+#include <string_view>
 #include <thread>
 
 #include "base/log.h"
@@ -21,7 +21,7 @@ namespace lockstep {
 namespace {
 
 constexpr std::chrono::milliseconds kBetweenTries(5);
-constexpr const char* kHolder = "process ";
+constexpr std::string_view kHolder = "process ";
 
 std::string this_process() {
   std::array<char, 256> host{};
@@ -33,6 +33,15 @@ std::string words_in(int descriptor) {
   std::array<char, 300> words{};
   const auto count = ::pread(descriptor, words.data(), words.size() - 1, 0);
   return count > 0 ? words.data() : "";
+}
+
+// Tells whether the words are a line such as this_process() gives.
+bool name_a_process(std::string_view words) {
+  if (!words.starts_with(kHolder)) return false;
+  words.remove_prefix(kHolder.size());
+  const auto digits = words.find_first_not_of("0123456789");
+  return digits != 0 && digits != words.npos && words.substr(digits).starts_with(" on ") &&
+         words.find_first_of("\r\n") == words.npos;
 }
 
 // Throws IoError, naming the file, for a symbolic link and for what is no regular file. The result is not open where
@@ -68,9 +77,8 @@ bool checkpoint::try_lock(int descriptor, const std::string& path, bool& support
 // A file that somebody else has put there, or that another name leads to too, is none.
 bool checkpoint::is_own_lock(int descriptor) {
   struct stat info {};
-  static const std::regex kWords(text(kHolder, "[0-9]+ on .*"));
   const auto words = words_in(descriptor);
-  return ::fstat(descriptor, &info) == 0 && info.st_nlink == 1 && (words.empty() || std::regex_match(words, kWords));
+  return ::fstat(descriptor, &info) == 0 && info.st_nlink == 1 && (words.empty() || name_a_process(words));
 }
 
 FolderLock::FolderLock(const std::string& folder, const std::string& name, Deadline deadline)

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t kLongestItem = 1 << 20, kLongestReason = 1 << 16;
 // Extra time after a call's deadline in which the store may say which keys are missing.
-constexpr std::chrono::seconds kExtraForReason(1);
+constexpr std::chrono::seconds kExtraForMissingKeys(1);
 
 void check_length(const std::string& item) {
   if (item.size() <= kLongestItem) return;
@@ -75,7 +75,7 @@ std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadli
   try {
     return backend_->get(all, deadline);
   } catch (const DeadlineExceeded&) {
-    const auto missing = backend_->missing(all, Deadline::after(kExtraForReason));
+    const auto missing = backend_->missing(all, Deadline::after(kExtraForMissingKeys));
     std::vector<int> places;
     for (const auto& key : missing) {
       places.push_back(static_cast<int>(std::find(all.begin(), all.end(), key) - all.begin()));
@@ -121,9 +121,9 @@ EtcdAddress parse_etcd(const std::string& address) {
 
 std::shared_ptr<StoreBackend> connect_to_etcd(const std::string& address, Deadline deadline, const Access& access) {
   parse_etcd(address);
-  using Function = void (*)(std::shared_ptr<StoreBackend>&, const std::string&, Deadline, const Access&);
-  static const auto connect =
-      reinterpret_cast<Function>(function_of_grpc_plugin("lockstep_connect_to_etcd", "stores of etcd"));
+  using Function = void(std::shared_ptr<StoreBackend>&, const std::string&, Deadline, const Access&);
+  static const auto connect = function_of_plugin<ClusterError, Function>({"grpc", "stores of etcd", "LOCKSTEP_GRPC"},
+                                                                         "lockstep_connect_to_etcd");
   std::shared_ptr<StoreBackend> store;
   connect(store, address, deadline, access);
   return store;

@@ -15,7 +15,7 @@ namespace lockstep::grpc_service {
 namespace {
 
 // A process of the job needs milliseconds. Who does not prove is not waited for: its place may be a stranger's now.
-constexpr std::chrono::seconds kToProve(5);
+constexpr std::chrono::seconds kToProveItself(5);
 
 grpc::ChannelArguments channel_arguments() {
   grpc::ChannelArguments arguments;
@@ -45,7 +45,7 @@ transport::Greeting calls_greeting() { return {.protocol = {'c', 'a', 'l', 'l', 
 std::shared_ptr<grpc::Channel> open_channel(const std::string& address, const Access& access, Deadline deadline,
                                             std::string& problem) {
   if (!access.certificates.empty()) return tls_channel(address, access);
-  const auto to_prove = Deadline::after(kToProve);
+  const auto to_prove = Deadline::after(kToProveItself);
   const auto soonest = to_prove.time() < deadline.time() ? to_prove : deadline;
   auto socket = transport::connect_once(address, soonest, problem);
   if (!socket.open()) return nullptr;

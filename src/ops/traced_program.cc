@@ -1,5 +1,7 @@
 #include "ops/traced_program.h"
 
+#include "base/plugin.h"
+#include "lockstep/base/device_error.h"
 #include "ops/parameter_hook.h"
 
 namespace lockstep::ops {
@@ -14,9 +16,10 @@ StepTrace* current_trace() { return current != nullptr && has_operator_mode() ? 
 UseTrace::UseTrace(StepTrace& trace) { current = &trace; }
 UseTrace::~UseTrace() { current = nullptr; }
 
-OpenProgramDevices& open_program_devices() {
-  static OpenProgramDevices open;
-  return open;
+const OpenProgramDevices& open_program_devices() {
+  static const OpenProgramDevices* const open = function_of_plugin<DeviceError, const OpenProgramDevices*()>(
+      {"tpu", "TPUs", "LOCKSTEP_TPU"}, "lockstep_open_program_devices")();
+  return *open;
 }
 
 }  // namespace lockstep::ops

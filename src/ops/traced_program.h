@@ -180,8 +180,10 @@ struct ProgramDevicesOptions {
   std::optional<ProgramProcesses> processes = {};      // none: this one is alone
 };
 
-// Finds and opens devices. The module `tpu` sets it when the library is loaded; empty in a build without it.
+// Finds and opens devices.
 using OpenProgramDevices = std::function<std::shared_ptr<ProgramDevices>(const ProgramDevicesOptions& options)>;
-OpenProgramDevices& open_program_devices();
+
+// Returns the module `tpu`'s, whose library the first call loads. Throws DeviceError in a build without the library.
+const OpenProgramDevices& open_program_devices();
 
 }  // namespace lockstep::ops

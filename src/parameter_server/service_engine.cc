@@ -1,12 +1,12 @@
 #include "base/plugin.h"
+#include "lockstep/base/error.h"
 #include "parameter_server/service.h"
 
 namespace lockstep::parameter_server {
 
 const ServiceEngine& service_engine() {
-  using Function = const ServiceEngine* (*)();
-  static const ServiceEngine* const engine =
-      reinterpret_cast<Function>(function_of_grpc_plugin("lockstep_grpc_engine", "parameter servers"))();
+  static const ServiceEngine* const engine = function_of_plugin<ClusterError, const ServiceEngine*()>(
+      {"grpc", "parameter servers", "LOCKSTEP_GRPC"}, "lockstep_grpc_engine")();
   return *engine;
 }
 

@@ -138,13 +138,10 @@ std::int64_t bytes_of(const pjrt::Program& program) {
   }
 }
 
-const bool is_set = [] {
-  ops::open_program_devices() = [](const ops::ProgramDevicesOptions& options) -> std::shared_ptr<ops::ProgramDevices> {
-    if (const char* const chips = std::getenv("LOCKSTEP_COMPILE_FOR")) return devices_to_compile_for(chips, options);
-    return std::make_shared<Devices>(options);
-  };
-  return true;
-}();
+std::shared_ptr<ops::ProgramDevices> open_devices(const ops::ProgramDevicesOptions& options) {
+  if (const char* const chips = std::getenv("LOCKSTEP_COMPILE_FOR")) return devices_to_compile_for(chips, options);
+  return std::make_shared<Devices>(options);
+}
 
 }  // namespace
 
@@ -237,3 +234,9 @@ std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& n
 }
 
 }  // namespace lockstep::tpu
+
+// The only entry of this library (ops/traced_program.h).
+extern "C" const lockstep::ops::OpenProgramDevices* lockstep_open_program_devices() {
+  static const lockstep::ops::OpenProgramDevices open = lockstep::tpu::open_devices;
+  return &open;
+}
