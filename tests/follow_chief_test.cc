@@ -10,7 +10,7 @@
 #include "base/fresh_folder_testing.h"
 #include "checkpoint/safetensors.h"
 #include "data/stored_tensor.h"
-#include "parameter_server/chief_state.h"
+#include "parameter_server/coordinator.h"
 #include "parameter_server/server_cluster.h"
 #include "servers/servers.h"
 #include "tests/server_job.h"

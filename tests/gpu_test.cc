@@ -11,7 +11,7 @@
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
 #include "gradient/replicated_parameters.h"
-#include "ops/recorded_work.h"
+#include "ops/traced_program.h"
 #include "parallel/split_linear.h"
 #include "strategy/unwrap.h"
 

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 
-#include "ops/recorded_work.h"
+#include "ops/traced_program.h"
 #include "strategy/strategy_impl.h"
 
 namespace lockstep {

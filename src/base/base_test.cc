@@ -9,8 +9,8 @@
 #include <thread>
 
 #include "base/hash.h"
-#include "base/resources.h"
-#include "base/stop.h"
+#include "base/mutex.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"

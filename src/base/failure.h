@@ -1,13 +1,15 @@
-// The reason why a Group broke, in a form that fits into shared memory and into a message.
+// Failures of a Group: the reason why one broke, and places where a test breaks one.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 namespace lockstep {
 
+// The reason why a Group broke, in a form that fits into shared memory and into a message.
 struct Failure {
   enum class Kind : std::uint32_t { aborted, peer_lost, deadline };
   static constexpr std::size_t kMostRanks = 8;  // that a record names
@@ -33,5 +35,16 @@ struct Failure {
   // Throws Aborted, PeerLost or DeadlineExceeded on rank `rank`.
   [[noreturn]] void raise(int rank, std::int64_t generation) const;
 };
+
+// Named places where a test makes something go wrong: the wrapper that injects faults sets the calling thread's hook.
+
+using FailHook = std::function<void(const char* place)>;
+
+inline thread_local FailHook* fail_hook = nullptr;
+
+inline void fail_point(const char* place) {
+  if (fail_hook != nullptr) [[unlikely]]
+    (*fail_hook)(place);
+}
 
 }  // namespace lockstep

@@ -1,4 +1,4 @@
-// Well-spread 64-bit numbers from integers and texts.
+// Well-spread 64-bit numbers from integers and texts, and a thread's own sequence of seeds.
 #pragma once
 
 #include <algorithm>
@@ -34,5 +34,22 @@ inline std::uint64_t hash_of(std::string_view text) {
   }
   return hash;
 }
+
+// Gives a thread its own sequence of seeds within a scope. While it lives, next_random_seed in this thread draws from a
+// sequence that begins with `seed`; the innermost holds.
+class SeedScope {
+ public:
+  explicit SeedScope(std::uint64_t seed);
+  ~SeedScope();
+  SeedScope(const SeedScope&) = delete;
+  SeedScope& operator=(const SeedScope&) = delete;
+
+  std::uint64_t next();
+
+ private:
+  SeedScope* const outer_;
+  const std::uint64_t seed_;
+  std::uint64_t taken_ = 0;
+};
 
 }  // namespace lockstep

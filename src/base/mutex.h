@@ -1,9 +1,13 @@
-// A mutex that clang's thread safety analysis understands (-Wthread-safety). LOCKSTEP_GUARDED_BY names the mutex that
-// protects a field, and the lint step checks that every access holds it.
+// Mutexes that clang's thread safety analysis understands (-Wthread-safety), and waits of a thread that others may ask
+// to stop. LOCKSTEP_GUARDED_BY names the mutex that protects a field, and the lint step checks that every access holds
+// it.
 #pragma once
 
 #include <condition_variable>
 #include <mutex>
+#include <stop_token>
+
+#include "lockstep/base/deadline.h"
 
 #if defined(__clang__)
 #define LOCKSTEP_THREAD_ANNOTATION(x) __attribute__((x))
@@ -38,5 +42,14 @@ class LOCKSTEP_THREAD_ANNOTATION(scoped_lockable) MutexLock {
 
 // Waits on a Mutex that the caller holds.
 using CondVar = std::condition_variable_any;
+
+// Waits until `stop` is requested, at most until the deadline: whether it is. Any thread may call.
+inline bool stop_requested_by(Deadline deadline, const std::stop_token& stop) {
+  std::mutex mutex;
+  std::condition_variable_any never;  // woken by `stop` alone
+  std::unique_lock lock(mutex);
+  never.wait_until(lock, stop, deadline.time(), [&] { return stop.stop_requested(); });
+  return stop.stop_requested();  // what wait_until returns may be older
+}
 
 }  // namespace lockstep

@@ -2,7 +2,6 @@
 
 #include "base/hash.h"
 #include "base/mutex.h"
-#include "base/seed_scope.h"
 
 namespace lockstep {
 namespace {

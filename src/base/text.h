@@ -1,4 +1,5 @@
-// text(a, b, ...): the arguments printed one after the other, for messages.
+// text(a, b, ...): the arguments printed one after the other, for messages. near_names finds the names that a wrong one
+// probably meant.
 #pragma once
 
 #include <algorithm>
@@ -60,5 +61,10 @@ std::string first_of(const Names& names, std::size_t most = 3) {
   const auto first = join(std::vector<std::string>(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(shown)));
   return shown == names.size() ? first : text(first, " and ", names.size() - shown, " more");
 }
+
+// Finds the existing names that a wrong name probably meant, for messages. Returns at most three of `names`, the
+// nearest to `name` first, by the number of characters that differ (Levenshtein 1965). A name that differs in more than
+// half of its characters is left out.
+std::vector<std::string> near_names(const std::string& name, std::vector<std::string> names);
 
 }  // namespace lockstep

@@ -6,16 +6,15 @@
 #include <optional>
 #include <sstream>
 
+#include "base/file.h"
 #include "base/log.h"
-#include "base/regular_file.h"
 #include "base/text.h"
-#include "checkpoint/atomic_file.h"
 #include "checkpoint/files.h"
 #include "checkpoint/folder_lock.h"
 #include "checkpoint/own_files.h"
+#include "checkpoint/safetensors.h"
 #include "checkpoint/sharded_archive.h"
 #include "checkpoint/state.h"
-#include "checkpoint/survey.h"
 
 namespace lockstep {
 namespace {

@@ -9,11 +9,11 @@
 #include <random>
 
 #include "base/expect_says_testing.h"
+#include "base/file.h"
 #include "base/fresh_folder_testing.h"
-#include "base/regular_file.h"
 #include "checkpoint/files_testing.h"
+#include "checkpoint/safetensors.h"
 #include "checkpoint/sharded_archive.h"
-#include "checkpoint/survey.h"
 #include "lockstep/base/error.h"
 #include "lockstep/checkpoint/checkpoint.h"
 

@@ -1,9 +1,11 @@
-// A lock on a folder that other processes, containers and threads see.
+// A lock on a folder that other processes, containers and threads see, and files that are deleted when the program ends
+// with success.
 #pragma once
 
+#include <memory>
 #include <string>
 
-#include "base/file_descriptor.h"
+#include "base/file.h"
 #include "lockstep/base/deadline.h"
 
 namespace lockstep {
@@ -37,5 +39,12 @@ bool try_lock(int descriptor, const std::string& path, bool& supported);
 
 // True where a FolderLock made the open file: the file is empty, or has the words of a holder.
 bool is_own_lock(int descriptor);
+
+// Removes `file` when this process ends by exit or a return from main with status 0; not where it fails or is killed.
+// Until then it holds `lock`, so that no other job writes the file meanwhile.
+void remove_at_success(const std::string& file, std::shared_ptr<FolderLock> lock);
+
+// Cancels remove_at_success for `file` and releases the lock; false where there was none.
+bool keep_at_success(const std::string& file);
 
 }  // namespace lockstep::checkpoint

@@ -10,12 +10,11 @@
 #include <cstring>
 #include <random>
 
-#include "base/file_descriptor.h"
+#include "base/file.h"
 #include "base/log.h"
-#include "base/regular_file.h"
 #include "base/text.h"
 #include "checkpoint/folder_lock.h"
-#include "checkpoint/safetensors_header.h"
+#include "checkpoint/safetensors.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::checkpoint {

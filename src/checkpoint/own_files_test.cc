@@ -13,10 +13,10 @@
 
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
-#include "checkpoint/atomic_file.h"
+#include "checkpoint/files.h"
 #include "checkpoint/files_testing.h"
 #include "checkpoint/folder_lock.h"
-#include "checkpoint/rows_folders.h"
+#include "checkpoint/sharded_archive.h"
 #include "lockstep/base/error.h"
 #include "lockstep/checkpoint/checkpoint.h"
 

@@ -8,8 +8,7 @@
 #include <sstream>
 #include <thread>
 
-#include "base/file_descriptor.h"
-#include "base/regular_file.h"
+#include "base/file.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "checkpoint/own_files.h"

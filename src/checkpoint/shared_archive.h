@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/atomic_file.h"
-#include "checkpoint/safetensors_header.h"
+#include "checkpoint/files.h"
+#include "checkpoint/safetensors.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/checkpoint/checkpoint.h"
 

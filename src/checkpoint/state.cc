@@ -3,7 +3,6 @@
 #include <memory>
 #include <span>
 
-#include "checkpoint/atomic_file.h"
 #include "checkpoint/files.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/sharded_archive.h"

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/atomic_file.h"
-#include "checkpoint/safetensors_header.h"
+#include "checkpoint/files.h"
+#include "checkpoint/safetensors.h"
 
 namespace lockstep::checkpoint {
 

@@ -1,4 +1,4 @@
-#include "checkpoint/survey.h"
+#include "checkpoint/safetensors.h"
 
 #include <algorithm>
 

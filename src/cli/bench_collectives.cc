@@ -1,4 +1,4 @@
-#include "cli/bench_collectives.h"
+#include "cli/commands.h"
 
 #include <spawn.h>
 #include <sys/wait.h>
@@ -13,7 +13,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "base/resources.h"
+#include "base/process.h"
 #include "base/text.h"
 
 extern char** environ;

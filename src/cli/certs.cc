@@ -1,4 +1,4 @@
-#include "cli/certs.h"
+#include "cli/commands.h"
 
 #include <fcntl.h>
 #include <openssl/err.h>
@@ -13,7 +13,7 @@
 #include <memory>
 #include <vector>
 
-#include "base/file_descriptor.h"
+#include "base/file.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "lockstep/base/error.h"

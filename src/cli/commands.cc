@@ -11,9 +11,9 @@
 #include <sstream>
 #include <vector>
 
-#include "base/resources.h"
+#include "base/process.h"
 #include "base/text.h"
-#include "checkpoint/survey.h"
+#include "checkpoint/safetensors.h"
 #include "lockstep/checkpoint/checkpoint.h"
 
 namespace lockstep::cli {

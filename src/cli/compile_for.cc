@@ -1,4 +1,4 @@
-#include "cli/compile_for.h"
+#include "cli/commands.h"
 
 #include <spawn.h>
 #include <sys/wait.h>

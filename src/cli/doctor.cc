@@ -1,4 +1,4 @@
-#include "cli/doctor.h"
+#include "cli/commands.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <ostream>
 
-#include "base/resources.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "lockstep/base/version.h"
 #include "lockstep/collective/communicator.h"

@@ -1,4 +1,4 @@
-#include "cli/find_tpu.h"
+#include "cli/commands.h"
 
 #include <chrono>
 
@@ -6,7 +6,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/cluster/cluster.h"
 #include "pjrt/client.h"
-#include "pjrt/named_values.h"
 
 namespace lockstep::cli {
 

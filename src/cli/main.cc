@@ -5,14 +5,8 @@
 #include <iostream>
 #include <set>
 
-#include "base/near_names.h"
 #include "base/text.h"
-#include "cli/bench_collectives.h"
-#include "cli/certs.h"
 #include "cli/commands.h"
-#include "cli/compile_for.h"
-#include "cli/doctor.h"
-#include "cli/find_tpu.h"
 #include "launch/launcher.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/version.h"

@@ -1,4 +1,4 @@
-#include "cli/find_tpu.h"
+#include "cli/commands.h"
 
 namespace lockstep::cli {
 

@@ -4,7 +4,7 @@
 #include <sstream>
 
 #include "base/mutex.h"
-#include "base/resources.h"
+#include "base/process.h"
 #include "base/text.h"
 
 namespace lockstep::cluster {

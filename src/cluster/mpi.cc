@@ -1,10 +1,31 @@
-// Reads the variables of Open MPI's mpirun and MPICH's.
-#include "base/text.h"
 #include "cluster/resolvers.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <fstream>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+
+#include "base/file.h"
+#include "base/log.h"
+#include "base/mutex.h"
+#include "base/text.h"
 #include "lockstep/base/error.h"
 #include "transport/socket.h"
 
 namespace lockstep::cluster {
+
+// Reads the variables of Open MPI's mpirun and MPICH's.
+
 namespace {
 
 constexpr std::int64_t kMostDescriptors = 1 << 20;
@@ -58,6 +79,123 @@ std::optional<Cluster> from_mpich(const Environment& environment) {
 
 int pmi_descriptor(const Environment& environment) {
   return static_cast<int>(number_of(environment, "PMI_FD", 0, kMostDescriptors));
+}
+
+namespace {
+
+constexpr std::size_t kLongestLine = 4096;
+constexpr const char* kKey = "lockstep-store";
+
+// A PMI-1 session: each request gets one answer, both a line of name=value.
+class Session {
+ public:
+  explicit Session(int fd) : socket_(fcntl(fd, F_DUPFD_CLOEXEC, 0)) {
+    if (!socket_.open()) throw ClusterError(text("PMI_FD is ", fd, ", which is no open descriptor"));
+  }
+
+  std::string ask(const std::string& command, const std::string& expected, Deadline deadline) const {
+    const auto line = "cmd=" + command + "\n";
+    transport::write_all(socket_, std::as_bytes(std::span(line)), deadline);
+    std::string answer;
+    for (char c = 0; (c = transport::read_value<char>(socket_, deadline)) != '\n';) {
+      if (answer.size() == kLongestLine) throw ClusterError("PMI: the process manager's answer has no end");
+      answer.push_back(c);
+    }
+    const bool well = answer.find("rc=") == std::string::npos || answer.find("rc=0") != std::string::npos;
+    if (answer.find("cmd=" + expected) == std::string::npos || !well) {
+      throw ClusterError(text("PMI: the process manager answers \"", answer, "\" to \"", command, "\""));
+    }
+    return answer;
+  }
+
+ private:
+  FileDescriptor socket_;
+};
+
+std::string value_in(const std::string& answer, const std::string& name) {
+  const auto at = answer.find(name + "=");
+  if (at == std::string::npos) throw ClusterError(text("PMI: there is no ", name, " in \"", answer, "\""));
+  const auto begin = at + name.size() + 1;
+  return answer.substr(begin, answer.find(' ', begin) - begin);
+}
+
+Mutex manager_mutex;
+std::optional<Session> session LOCKSTEP_GUARDED_BY(manager_mutex);
+std::optional<std::string> shared LOCKSTEP_GUARDED_BY(manager_mutex);
+
+void say_goodbye() {
+  try {
+    MutexLock lock(manager_mutex);
+    if (session) session->ask("finalize", "finalize_ack", Deadline::after(std::chrono::seconds(1)));
+  } catch (const Error&) {
+    // The process manager is gone.
+  }
+}
+
+}  // namespace
+
+std::string share_through_pmi(int fd, bool is_rank_0, const std::string& mine, Deadline deadline) {
+  MutexLock lock(manager_mutex);
+  if (shared) return *shared;
+  session.emplace(fd);
+  session->ask("init pmi_version=1 pmi_subversion=1", "response_to_init", deadline);
+  std::atexit(&say_goodbye);
+  const auto space = value_in(session->ask("get_my_kvsname", "my_kvsname", deadline), "kvsname");
+  const auto place = text("kvsname=", space, " key=", kKey);
+  if (is_rank_0) session->ask(text("put ", place, " value=", mine), "put_result", deadline);
+  session->ask("barrier_in", "barrier_out", deadline);
+  return *(shared = value_in(session->ask("get " + place, "get_result", deadline), "value"));
+}
+
+namespace {
+
+constexpr std::chrono::seconds kToSave(10);
+
+std::string name_of_process(pid_t process) {
+  std::string name;
+  std::ifstream file(text("/proc/", process, "/comm"));
+  std::getline(file, name);
+  return name;
+}
+
+pid_t parent_of(pid_t process) {
+  std::ifstream file(text("/proc/", process, "/status"));
+  for (std::string word; file >> word;) {
+    pid_t parent = 0;
+    if (word == "PPid:" && file >> parent) return parent;
+  }
+  return 0;
+}
+
+// The nearest ancestor that is an mpirun, or its daemon on this host: a shell may stand between.
+pid_t launcher() {
+  const auto names = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy", "mpiexec.hydra"};
+  for (pid_t process = getppid(); process > 1; process = parent_of(process)) {
+    if (std::find(names.begin(), names.end(), name_of_process(process)) != names.end()) return process;
+  }
+  return 0;
+}
+
+void wait_and_end(const FileDescriptor& pidfd) {
+  pollfd ended{pidfd.get(), POLLIN, 0};
+  while (poll(&ended, 1, -1) != 1) {
+  }
+  log_warning("the mpirun that started this process is gone: it ends");
+  kill(getpid(), SIGTERM);
+  std::this_thread::sleep_for(kToSave);
+  kill(getpid(), SIGKILL);
+}
+
+}  // namespace
+
+void end_with_launcher() {
+  static std::atomic<bool> called{false};
+  if (called.exchange(true)) return;
+  const pid_t process = launcher();
+  if (process == 0) return;
+  FileDescriptor pidfd(static_cast<int>(syscall(SYS_pidfd_open, process, 0)));
+  if (!pidfd.open()) return;
+  std::thread([pidfd = std::move(pidfd)] { wait_and_end(pidfd); }).detach();
 }
 
 }  // namespace lockstep::cluster

@@ -19,7 +19,6 @@
 #include "base/text.h"
 #include "cluster/resolvers.h"
 #include "cluster/store_process_testing.h"
-#include "cluster/watch_launcher.h"
 #include "transport/socket.h"
 
 namespace lockstep::cluster {

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include "base/text.h"
-#include "cluster/node_list.h"
 #include "cluster/resolvers.h"
 #include "lockstep/base/error.h"
 

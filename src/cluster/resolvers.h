@@ -1,9 +1,11 @@
-// One resolver a launcher.
+// One resolver a launcher, and what resolvers need: node lists, the process manager of MPICH, the end of an mpirun.
 #pragma once
 
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "lockstep/base/deadline.h"
 #include "lockstep/cluster/cluster.h"
 
 namespace lockstep::cluster {
@@ -61,5 +63,24 @@ std::string text_of(const Environment& environment, const char* name);
 // The host of "host:port" or "[v6]:port". Throws ClusterError naming `field`.
 std::string host_of(const std::string& address, const std::string& field);
 int port_of(const std::string& address, const std::string& field);
+
+// Slurm's node lists: "node[1-3,07],other".
+
+// The nodes, in order. Throws ClusterError naming `variable` where the list is malformed, or has more than 100,000.
+std::vector<std::string> expand_node_list(const std::string& list, const std::string& variable);
+
+// Returns the tasks of each node, from "2(x3),1" (three nodes of two, one of one). Throws as expand_node_list does.
+std::vector<int> expand_task_counts(const std::string& counts, const std::string& variable);
+
+// The process manager of MPICH (hydra), which keeps keys and values for the ranks that it started. Speaks PMI-1's wire
+// protocol, over the descriptor that hydra leaves in PMI_FD. Broadcasts rank 0's text to all ranks. Collective, once a
+// process; later calls return that text. A process that exits normally tells the process manager so. Throws
+// ClusterError, DeadlineExceeded.
+std::string share_through_pmi(int fd, bool is_rank_0, const std::string& mine, Deadline deadline);
+
+// Launchers whose death leaves their ranks alive. From now on this process ends soon after the mpirun that started it:
+// SIGTERM, by which fit saves and ends, then SIGKILL ten seconds later. Does nothing where this process has no mpirun
+// among its ancestors, or in a second call. Any thread.
+void end_with_launcher();
 
 }  // namespace lockstep::cluster

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "base/plugin.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "cluster/store_backend.h"
 #include "cluster/tcp_store.h"

@@ -1,10 +1,10 @@
-#include "cluster/store_bootstrap.h"
+#include "cluster/bootstrap.h"
 
 #include <unistd.h>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "transport/all_gather.h"
+#include "transport/connections.h"
 
 namespace lockstep::cluster {
 namespace {

@@ -12,7 +12,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "cluster/strings.h"
+#include "cluster/store_texts.h"
 #include "lockstep/base/error.h"
 #include "transport/socket.h"
 

@@ -10,16 +10,16 @@
 #include <thread>
 #include <vector>
 
-#include "base/file_descriptor.h"
+#include "base/file.h"
 #include "transport/acceptor.h"
-#include "transport/seal.h"
+#include "transport/handshake.h"
 
 namespace lockstep::cluster {
 
 // Both ends send this first (transport/handshake.h).
 transport::Greeting store_greeting();
 
-// After the greeting both ends send sealed frames (transport/seal.h): four bytes of a code, and a packed list of
+// After the greeting both ends send sealed frames (transport/handshake.h): four bytes of a code, and a packed list of
 // strings. So nobody who stands between the two can change an address that the store tells.
 struct StoreFrame {
   static constexpr std::uint32_t kLongest = 4 << 20;  // of the list

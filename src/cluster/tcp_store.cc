@@ -2,7 +2,7 @@
 
 #include "base/text.h"
 #include "cluster/resolvers.h"
-#include "cluster/strings.h"
+#include "cluster/store_texts.h"
 #include "lockstep/base/error.h"
 #include "transport/socket.h"
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "base/file_descriptor.h"
+#include "base/file.h"
 #include "base/mutex.h"
 #include "cluster/store_backend.h"
 #include "cluster/store_server.h"

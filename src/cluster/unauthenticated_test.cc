@@ -23,8 +23,8 @@
 #include "cluster/store_server.h"
 #include "lockstep/cluster/store.h"
 #include "transport/connections.h"
+#include "transport/handshake.h"
 #include "transport/socket.h"
-#include "transport/user_token.h"
 
 namespace lockstep::cluster {
 namespace {

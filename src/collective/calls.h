@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/collective/group.h"
+#include "lockstep/collective/purpose.h"
 
 namespace lockstep::collective {
 
@@ -90,5 +91,9 @@ inline const std::byte* bytes_of(const ConstBuffer& buffer) { return static_cast
 
 // memcpy that also accepts zero bytes and equal pointers.
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
+
+// The purpose of an exchange in backward that belongs to an exchange in forward. The result has another number, and the
+// words of `forward` after "the backward of". Nothing is named, so steps may call this.
+Purpose backward_of(Purpose forward);
 
 }  // namespace lockstep::collective

@@ -4,10 +4,9 @@
 #include <array>
 #include <optional>
 
-#include "base/fail_point.h"
+#include "base/failure.h"
 #include "base/text.h"
 #include "collective/messages.h"
-#include "kernels/copy.h"
 #include "kernels/reduce.h"
 
 namespace lockstep::collective {

@@ -8,8 +8,7 @@
 #include "base/text.h"
 #include "collective/backend.h"
 #include "collective/calls.h"
-#include "collective/group_bootstrap.h"
-#include "collective/ticket_lock.h"
+#include "collective/make.h"
 #include "collective/work.h"
 
 namespace lockstep {

@@ -6,7 +6,7 @@
 
 #include "collective/make.h"
 #include "collective/message_passing/message_group.h"
-#include "kernels/accumulate.h"
+#include "kernels/reduce.h"
 
 namespace lockstep::collective {
 namespace {

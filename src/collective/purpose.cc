@@ -4,7 +4,7 @@
 
 #include "base/hash.h"
 #include "base/mutex.h"
-#include "collective/backward_purpose.h"
+#include "collective/calls.h"
 
 namespace lockstep {
 namespace {

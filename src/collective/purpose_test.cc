@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "base/expect_says_testing.h"
-#include "collective/backward_purpose.h"
+#include "collective/calls.h"
 #include "collective/ranks_testing.h"
 #include "lockstep/collective/communicator.h"
 #include "lockstep/collective/group_wrappers.h"

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "lockstep/collective/make_group.h"
-#include "transport/ucx_channels.h"
+#include "transport/network_channels.h"
 
 namespace lockstep::collective {
 

@@ -3,7 +3,7 @@
 #include "collective/direct_group.h"
 #include "collective/make.h"
 #include "transport/shared_heap.h"
-#include "transport/shared_rendezvous.h"
+#include "transport/shared_space.h"
 
 namespace lockstep::collective {
 namespace {

@@ -6,7 +6,7 @@
 #include "base/mutex.h"
 #include "base/text.h"
 #include "collective/direct_group.h"
-#include "transport/all_gather.h"
+#include "transport/connections.h"
 
 namespace lockstep {
 namespace {

@@ -7,7 +7,7 @@
 #include <random>
 #include <thread>
 
-#include "base/fail_point.h"
+#include "base/failure.h"
 #include "lockstep/collective/group.h"
 
 namespace lockstep::collective {

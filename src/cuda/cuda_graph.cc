@@ -5,7 +5,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "ops/recorded_work.h"
+#include "ops/traced_program.h"
 
 namespace lockstep::cuda {
 namespace {

@@ -10,8 +10,7 @@
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "data/stage.h"
-#include "data/table_builder.h"
-#include "data/table_file.h"
+#include "data/tables.h"
 
 namespace lockstep::data {
 namespace {

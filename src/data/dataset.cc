@@ -1,9 +1,8 @@
 #include "lockstep/data/dataset.h"
 
 #include "base/text.h"
-#include "data/idx.h"
 #include "data/stage.h"
-#include "data/table_builder.h"
+#include "data/tables.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep {

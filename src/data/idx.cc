@@ -1,4 +1,4 @@
-#include "data/idx.h"
+#include "data/tables.h"
 
 #include <ATen/ops/empty.h>
 #include <fcntl.h>
@@ -10,7 +10,7 @@
 #include <filesystem>
 #include <memory>
 
-#include "base/regular_file.h"
+#include "base/file.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "lockstep/base/error.h"

@@ -2,9 +2,8 @@
 #include <ATen/ops/select.h>
 
 #include "base/hash.h"
-#include "base/seed_scope.h"
 #include "data/stage.h"
-#include "data/table_builder.h"
+#include "data/tables.h"
 #include "lockstep/base/random.h"
 
 namespace lockstep::data {

@@ -7,7 +7,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 
 namespace lockstep::data {
 

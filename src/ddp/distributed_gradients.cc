@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <set>
 
-#include "base/resources.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "gradient/gradient_reducer.h"
 #include "lockstep/base/error.h"

@@ -7,7 +7,7 @@
 #include "base/text.h"
 #include "cluster/cpu_partition.h"
 #include "cluster/rendezvous.h"
-#include "collective/wrappers/published_timeline.h"
+#include "collective/wrappers/wrapper.h"
 #include "elastic/newcomers.h"
 #include "elastic/next_generation.h"
 #include "lockstep/base/error.h"

@@ -1,4 +1,4 @@
-// Who takes part in a generation of a job.
+// Who takes part in a generation of a job, and which ranks make up whole rows of a mesh.
 #pragma once
 
 #include <optional>
@@ -13,7 +13,7 @@ struct Process {
   std::string name;  // one word, unique in the job
   std::string host;
   std::string store = {};  // the address of its host's store
-  int part = 0;            // a newcomer's part of a copy of the model (rows.h)
+  int part = 0;            // a newcomer's part of a copy of the model (members.h)
 };
 
 // The members of a generation, as one of them sees them.
@@ -47,5 +47,15 @@ std::string print(const Members& members);
 Members parse_members(const std::string& printed, const World& self);  // `self`: the host and address to keep
 std::string print(const Process& process);                             // in one line
 Process parse_process(const std::string& printed);
+
+// Rows of a mesh: the ranks that have one copy of a model together, each a part of it.
+
+// Rank r has part r % row_size of row r / row_size; ranks with the same part have the same state. `remaining` ascends.
+// Returns the ranks that make up whole rows, in the order of their next ranks. Rows that are still whole come first, in
+// their order; then rows that are put together of ranks whose own rows are broken.
+std::vector<int> whole_rows(const std::vector<int>& remaining, int row_size);
+
+// Returns the newcomers that make up whole rows, one row after the other.
+std::vector<Process> whole_rows(const std::vector<Process>& newcomers, int row_size);
 
 }  // namespace lockstep::elastic

@@ -1,18 +1,40 @@
-// This process among those that train together, and how they change while an elastic training runs.
+// This process among those that train together, how they change while an elastic training runs, and when members end.
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "cluster/stores.h"
+#include "elastic/members.h"
 #include "elastic/next_generation.h"
+#include "elastic/registry.h"
 #include "lockstep/collective/make_group.h"
 #include "lockstep/elastic/job.h"
 
 namespace lockstep::elastic {
+
+// When members end: by which exceptions of the program, and how the others hear of them.
+
+// A member that fails alone may be on a machine that does not work: the others go on without it, as if it were lost.
+// Where two fail in one section, the program would fail on all members, one after the other; so all end.
+
+// Returns true where the exception is the program's, and not one of the job's members or their connections.
+bool is_of_program(const std::exception& error);
+
+// Returns the exception's text. Where the text names members by other numbers than the launcher does, the launcher's
+// numbers follow.
+std::string describe(const std::exception& error, const Members& members);
+
+// Tells the others why this member failed. Call it before they can notice the failure in the section. Does not throw.
+void tell_failure(cluster::Stores& stores, const Members& members, std::int64_t section, const std::exception& error);
+
+// Throws Error with the reasons of both where two members, as this one's host knows, have failed in the section.
+void require_fewer_than_two_failures(Registry& registry, std::int64_t section);
 
 // A training in which this process takes part. While it is open, the first member of each host sees newcomers.
 //
@@ -72,7 +94,7 @@ class Membership {
   // Returns a function for any thread, which returns the first rank of this generation, but this one's, that has gone.
   virtual std::function<std::optional<int>()> watch_for_losses() const = 0;
 
-  // Do what the functions in elastic/failures.h do.
+  // Do what the functions in elastic/membership.h do.
   virtual void tell_failure(std::int64_t section, const std::exception& error) const = 0;
   virtual void require_fewer_than_two_failures(std::int64_t section) const = 0;
 

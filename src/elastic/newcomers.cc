@@ -7,10 +7,10 @@
 #include <sstream>
 
 #include "base/log.h"
-#include "base/stop.h"
+#include "base/mutex.h"
 #include "base/text.h"
 #include "cluster/rendezvous.h"
-#include "elastic/rows.h"
+#include "elastic/members.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::elastic {

@@ -5,7 +5,7 @@
 #include <sstream>
 
 #include "base/text.h"
-#include "elastic/rows.h"
+#include "elastic/members.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::elastic {

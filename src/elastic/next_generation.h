@@ -20,14 +20,14 @@ struct Change {
   std::vector<Process> newcomers = {};
   bool leaves = false;   // this member leaves
   bool insists = false;  // the members that it takes for lost were taken in again, and did not come to their group
-  int row_size = 1;      // the same for all: ranks that have one copy of a model together (elastic/rows.h)
+  int row_size = 1;      // the same for all: ranks that have one copy of a model together (elastic/members.h)
 };
 
 // Returns this member's view of the next generation. Collective over the members that remain. Left out are members that
-// have gone, or do not call it by the deadline, and those that are in no whole row (elastic/rows.h). Ranks keep their
-// order, but for rows that are put together anew. Newcomers come after them, and get invitations. The first list of
-// newcomers that a member enters counts. The first member that finds all entries closes the list. A member that leaves
-// gets the others' view, in which its rank means nothing.
+// have gone, or do not call it by the deadline, and those that are in no whole row (elastic/members.h). Ranks keep
+// their order, but for rows that are put together anew. Newcomers come after them, and get invitations. The first list
+// of newcomers that a member enters counts. The first member that finds all entries closes the list. A member that
+// leaves gets the others' view, in which its rank means nothing.
 //
 // Throws ClusterError on a member that is left out, and where it cannot reach most of the members' hosts. Throws
 // InvalidArgument for ranks that do not exist.

@@ -9,7 +9,7 @@
 
 #include "base/expect_says_testing.h"
 #include "base/mutex.h"
-#include "elastic/failures.h"
+#include "elastic/membership.h"
 #include "lockstep/base/error.h"
 #include "lockstep/elastic/job.h"
 

@@ -1,4 +1,4 @@
-#include "elastic/rows.h"
+#include "elastic/members.h"
 
 #include <gtest/gtest.h>
 

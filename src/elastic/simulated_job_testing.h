@@ -12,8 +12,8 @@
 
 #include "base/text.h"
 #include "cluster/liveness.h"
+#include "elastic/members.h"
 #include "elastic/next_generation.h"
-#include "elastic/rows.h"
 #include "elastic/simulation_testing.h"
 #include "lockstep/base/error.h"
 

@@ -5,7 +5,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/mutex.h"
@@ -55,6 +57,28 @@ class Client {
   std::vector<std::pair<std::string, std::shared_ptr<grpc::Channel>>> channels_;
   Mutex mutex_;
   std::size_t current_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
+};
+
+// Leases that last while this process renews them.
+
+// A process that has been silent for so long has ended for the others.
+inline constexpr std::int64_t kLeaseSeconds = 6;
+
+// Any thread.
+class Leases {
+ public:
+  explicit Leases(Client& client);
+
+  void add(std::int64_t lease);
+  void remove(std::int64_t lease);
+
+ private:
+  void renew(const std::stop_token& stop);
+
+  Client& client_;
+  Mutex mutex_;
+  std::set<std::int64_t> leases_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::jthread thread_;
 };
 
 }  // namespace lockstep::etcd

@@ -16,9 +16,9 @@
 
 #include "base/text.h"
 #include "cluster/resolvers.h"
-#include "cluster/strings.h"
+#include "cluster/store_texts.h"
 #include "lockstep/base/error.h"
-#include "transport/all_gather.h"
+#include "transport/connections.h"
 #include "transport/socket.h"
 
 namespace lockstep::etcd {

@@ -8,7 +8,6 @@
 
 #include "cluster/store_backend.h"
 #include "etcd/client.h"
-#include "etcd/leases.h"
 
 namespace lockstep::etcd {
 

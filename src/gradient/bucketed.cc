@@ -7,7 +7,7 @@
 
 #include "collective/calls.h"
 #include "gradient/direct.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 #include "optimizer/flat_update.h"
 
 namespace lockstep::gradient {

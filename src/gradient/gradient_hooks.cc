@@ -8,7 +8,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "ops/gradient_memory.h"
+#include "ops/fast.h"
 #include "ops/watching_hook.h"
 
 namespace lockstep::gradient {

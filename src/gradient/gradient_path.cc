@@ -11,7 +11,7 @@
 #include "gradient/mapped.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
-#include "optimizer/describe.h"
+#include "optimizer/rules.h"
 
 namespace lockstep {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "collective/calls.h"
 #include "lockstep/gradient/tensor_collectives.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 
 namespace lockstep::gradient {
 namespace {

@@ -16,7 +16,7 @@
 #include "gradient/tensor_hash.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 
 namespace lockstep {
 namespace {

@@ -13,8 +13,8 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "ops/dtypes.h"
 #include "ops/parameter_hook.h"
+#include "ops/tensors.h"
 
 namespace lockstep {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "kernels/update.h"
 #include "lockstep/base/error.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 
 namespace lockstep::gradient {
 

@@ -1,11 +1,9 @@
-#include "grpc_service/answer.h"
+#include "grpc_service/engine.h"
 
 #include <algorithm>
 
 #include "base/text.h"
 #include "grpc_service/frames.h"
-#include "grpc_service/parts.h"
-#include "grpc_service/status.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/served_models.h"
 

@@ -2,11 +2,10 @@
 
 #include <thread>
 
-#include "base/stop.h"
+#include "base/mutex.h"
 #include "base/text.h"
-#include "grpc_service/channel.h"
 #include "grpc_service/credentials.h"
-#include "grpc_service/status.h"
+#include "grpc_service/frames.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::grpc_service {

@@ -13,8 +13,8 @@
 
 #include "base/log.h"
 #include "base/mutex.h"
+#include "grpc_service/credentials.h"
 #include "grpc_service/frames.h"
-#include "grpc_service/identity.h"
 #include "grpc_service/messages.pb.h"
 #include "parameter_server/service.h"
 

@@ -4,7 +4,7 @@
 
 #include "base/mutex.h"
 #include "grpc_service/caller.h"
-#include "grpc_service/connections.h"
+#include "grpc_service/engine.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::grpc_service {

@@ -1,16 +1,17 @@
-#include "grpc_service/connections.h"
+#include "grpc_service/engine.h"
 
 #include <algorithm>
 #include <list>
 
 #include "base/text.h"
-#include "grpc_service/bfloat16.h"
 #include "grpc_service/caller.h"
+#include "grpc_service/frames.h"
 #include "grpc_service/shared_blocks.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/shard_store.h"
 
 namespace lockstep::grpc_service {
+
 namespace {
 
 using parameter_server::FindAddress;
@@ -256,4 +257,36 @@ bool transfer(const ServiceEngine::ModelOnServer& of, FindAddress address, const
   return caller.call(std::move(request), deadline, {}, receive).done();
 }
 
+// The library for gRPC gives these functions to the process that loads it.
+
+namespace {
+
+using namespace parameter_server;
+
+class GrpcEngine final : public ServiceEngine {
+  std::unique_ptr<Endpoint> serve(const std::string& address, const Access& access,
+                                  const Services& services) const override {
+    return grpc_service::serve(address, access, services);
+  }
+  std::shared_ptr<ServerConnection> connect_server(const ModelOnServer& of, FindAddress address,
+                                                   const Access& access) const override {
+    return grpc_service::connect_server(of, std::move(address), access);
+  }
+  bool transfer(const ModelOnServer& of, FindAddress address, const Access& access, std::int64_t number, ShardStore& to,
+                Deadline deadline) const override {
+    return grpc_service::transfer(of, std::move(address), access, number, to, deadline);
+  }
+  std::shared_ptr<ChiefConnection> connect_chief(const Process& self, FindAddress address,
+                                                 const Access& access) const override {
+    return grpc_service::connect_chief(self, std::move(address), access);
+  }
+};
+
+}  // namespace
+
 }  // namespace lockstep::grpc_service
+
+extern "C" const lockstep::parameter_server::ServiceEngine* lockstep_grpc_engine() {
+  static const lockstep::grpc_service::GrpcEngine engine;
+  return &engine;
+}

@@ -1,19 +1,26 @@
 #include "grpc_service/credentials.h"
 
+#include <grpcpp/create_channel.h>
+#include <grpcpp/create_channel_posix.h>
+#include <grpcpp/support/channel_arguments.h>
 #include <openssl/pem.h>
 #include <openssl/x509.h>
+#include <sodium.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <memory>
 
-#include "base/regular_file.h"
+#include "base/file.h"
 #include "base/text.h"
+#include "grpc_service/frames.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::grpc_service {
+
 namespace {
 
 constexpr const char* kScheme = "tls://";
@@ -103,6 +110,124 @@ std::string called_address(const std::string& told, const Access& access, const 
 bool is_refused_certificate(const std::string& message) {
   return message.find("CERTIFICATE_VERIFY_FAILED") != std::string::npos ||
          message.find("certificate verify failed") != std::string::npos;
+}
+
+namespace {
+
+// Values of keys that end with "-bin" may be any bytes.
+constexpr const char* kNonceKey = "lockstep-nonce-bin";
+constexpr const char* kProofKey = "lockstep-proof-bin";
+constexpr const char* kVersionKey = "lockstep-version";
+constexpr std::size_t kNonce = 32;
+constexpr const char kFor[] = "lockstep parameter servers";  // so that it is no proof of anything else
+
+// HMAC-SHA-256 of the nonce under the job's token.
+std::string proof_of(const Access& access, const std::string& nonce) {
+  const auto bytes = [](const std::string& text) { return reinterpret_cast<const unsigned char*>(text.data()); };
+  std::string proof(crypto_auth_hmacsha256_BYTES, '\0');
+  crypto_auth_hmacsha256_state state;
+  crypto_auth_hmacsha256_init(&state, bytes(access.token), access.token.size());
+  crypto_auth_hmacsha256_update(&state, reinterpret_cast<const unsigned char*>(kFor), sizeof(kFor));
+  crypto_auth_hmacsha256_update(&state, bytes(nonce), nonce.size());
+  crypto_auth_hmacsha256_final(&state, reinterpret_cast<unsigned char*>(proof.data()));
+  return proof;
+}
+
+std::string fresh_nonce() {
+  std::string nonce(kNonce, '\0');
+  randombytes_buf(nonce.data(), nonce.size());
+  return nonce;
+}
+
+// Empty where the call does not have it.
+std::string value_of(const grpc::ServerContext& context, const char* key) {
+  const auto& values = context.client_metadata();
+  const auto found = values.find(key);
+  return found == values.end() ? "" : std::string(found->second.data(), found->second.size());
+}
+
+}  // namespace
+
+Identity::Identity(const Access& access, std::string version) : version_(std::move(version)) {
+  if (access.certificates.empty()) return;
+  nonce_ = fresh_nonce();
+  proof_ = proof_of(access, nonce_);
+}
+
+void Identity::add_to(grpc::ClientContext& context) const {
+  context.AddMetadata(kVersionKey, version_);
+  if (nonce_.empty()) return;
+  context.AddMetadata(kNonceKey, nonce_);
+  context.AddMetadata(kProofKey, proof_);
+}
+
+namespace {
+
+void check_token(const grpc::ServerContext& context, const Access& access) {
+  const auto nonce = value_of(context, kNonceKey), proof = value_of(context, kProofKey);
+  const auto expected = proof_of(access, nonce);
+  const bool proved = nonce.size() == kNonce && proof.size() == expected.size() &&
+                      sodium_memcmp(proof.data(), expected.data(), expected.size()) == 0;
+  if (!proved) throw ClusterError("the caller does not have the token of this job");
+}
+
+}  // namespace
+
+void check_identity(const grpc::ServerContext& context, const Access& access) {
+  if (!access.certificates.empty()) check_token(context, access);
+  const auto theirs = value_of(context, kVersionKey);
+  if (theirs == version()) return;
+  throw ClusterError(text("the caller is of Lockstep \"", theirs, "\" and this process of ", version(),
+                          ": all processes of a job need the same version"));
+}
+
+namespace {
+
+// A process of the job needs milliseconds. Who does not prove is not waited for: its place may be a stranger's now.
+constexpr std::chrono::seconds kToConnectItself(5);
+
+grpc::ChannelArguments channel_arguments() {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(static_cast<int>(kLongestMessage));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  return arguments;
+}
+
+std::shared_ptr<grpc::Channel> tls_channel(const std::string& address, const Access& access) {
+  auto arguments = channel_arguments();
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
+  arguments.SetSslTargetNameOverride(kTlsName);
+  return grpc::CreateCustomChannel(address, channel_credentials(access), arguments);
+}
+
+}  // namespace
+
+transport::Greeting calls_greeting() { return {.protocol = {'c', 'a', 'l', 'l', 's'}}; }
+
+std::shared_ptr<grpc::Channel> open_channel(const std::string& address, const Access& access, Deadline deadline,
+                                            std::string& problem) {
+  if (!access.certificates.empty()) return tls_channel(address, access);
+  const auto to_prove = Deadline::after(kToConnectItself);
+  const auto soonest = to_prove.time() < deadline.time() ? to_prove : deadline;
+  auto socket = transport::connect_once(address, soonest, problem);
+  if (!socket.open()) return nullptr;
+  try {
+    transport::introduce(socket, access, calls_greeting(), soonest);
+  } catch (const DeadlineExceeded&) {
+    problem = "who answers there is silent";
+    return nullptr;
+  } catch (const ClusterError& error) {
+    problem = error.what();
+    return nullptr;
+  }
+  return grpc::CreateCustomInsecureChannelFromFd(address, socket.release(), channel_arguments());
 }
 
 }  // namespace lockstep::grpc_service

@@ -1,4 +1,4 @@
-#include "grpc_service/endpoint.h"
+#include "grpc_service/engine.h"
 
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/impl/codegen/rpc_service_method.h>
@@ -11,12 +11,8 @@
 #include <thread>
 
 #include "base/text.h"
-#include "grpc_service/answer.h"
-#include "grpc_service/channel.h"
 #include "grpc_service/credentials.h"
 #include "grpc_service/frames.h"
-#include "grpc_service/identity.h"
-#include "grpc_service/status.h"
 #include "grpc_service/unproven_connections.h"
 #include "lockstep/base/error.h"
 #include "transport/acceptor.h"

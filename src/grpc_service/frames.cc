@@ -1,12 +1,14 @@
 #include "grpc_service/frames.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::grpc_service {
+
 namespace {
 
 // Small pieces let the receiver begin early; large ones cost less each.
@@ -114,6 +116,103 @@ void BulkReader::fill(std::span<std::byte> data) {
     data = data.subspan(count);
     offset_ += count;
     if (offset_ == slice.size()) ++slice_, offset_ = 0;
+  }
+}
+
+namespace {
+
+// Rounds up by at most an eighth, so that a buffer serves calls of nearly equal sizes.
+std::size_t rounded(std::size_t bytes) {
+  const auto unit = std::max<std::size_t>(64, std::bit_ceil(bytes) / 16);
+  return (bytes + unit - 1) / unit * unit;
+}
+
+}  // namespace
+
+std::shared_ptr<std::byte[]> ReceiveBuffers::take(std::size_t size) {
+  const auto bytes = rounded(size);
+  std::unique_ptr<std::byte[]> memory;
+  {
+    MutexLock lock(state_->mutex);
+    auto& free = state_->free;
+    const auto found = std::find_if(free.rbegin(), free.rend(), [&](const auto& kept) { return kept.bytes == bytes; });
+    if (found != free.rend()) {
+      memory = std::move(found->memory);
+      free.erase(std::prev(found.base()));
+    }
+  }
+  if (memory == nullptr) memory.reset(new std::byte[bytes]);
+  return {memory.release(), [state = state_, bytes](std::byte* given) {
+            std::unique_ptr<std::byte[]> back(given);
+            MutexLock lock(state->mutex);
+            if (state->free.size() == State::kMost) state->free.erase(state->free.begin());
+            state->free.push_back({bytes, std::move(back)});
+          }};
+}
+
+Parts::Parts(const std::vector<std::size_t>& sizes, ReceiveBuffers& buffers) {
+  const auto room_for = [](std::size_t size) { return (size + 63) / 64 * 64; };
+  std::size_t total = 0;
+  for (const auto size : sizes) total += room_for(size);
+  memory = buffers.take(total);
+  auto* at = memory.get();
+  for (const auto size : sizes) {
+    parts.emplace_back(at, size);
+    at += room_for(size);
+  }
+}
+
+Parts read_parts(const std::vector<std::size_t>& sizes, const std::vector<bool>& rounded, ReceiveBuffers& buffers,
+                 const std::function<bool(grpc::ByteBuffer&)>& read) {
+  Parts result(sizes, buffers);
+  if (std::find(rounded.begin(), rounded.end(), true) == rounded.end()) {
+    read_bulk(result.parts, read);
+    return result;
+  }
+  auto sent = sizes;
+  for (std::size_t i = 0; i < sizes.size(); ++i) sent[i] /= rounded[i] ? 2 : 1;
+  const Parts received(sent, buffers);
+  read_bulk(received.parts, read);
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    if (rounded[i]) {
+      from_bfloat16(received.parts[i], result.parts[i]);
+    } else {
+      std::copy_n(received.parts[i].begin(), sizes[i], result.parts[i].begin());
+    }
+  }
+  return result;
+}
+
+grpc::Status status_of_exception() {
+  try {
+    throw;
+  } catch (const UnknownBlock& error) {
+    return {grpc::StatusCode::FAILED_PRECONDITION, error.what()};
+  } catch (const InvalidArgument& error) {
+    return {grpc::StatusCode::INVALID_ARGUMENT, error.what()};
+  } catch (const DeadlineExceeded& error) {
+    return {grpc::StatusCode::DEADLINE_EXCEEDED, error.what()};
+  } catch (const Aborted& error) {
+    return {grpc::StatusCode::UNAVAILABLE, error.what()};
+  } catch (const ClusterError& error) {
+    return {grpc::StatusCode::UNAUTHENTICATED, error.what()};
+  } catch (const std::exception& error) {
+    return {grpc::StatusCode::INTERNAL, error.what()};
+  }
+}
+
+bool may_come_back(const grpc::Status& status) {
+  return status.error_code() == grpc::StatusCode::UNAVAILABLE || status.error_code() == grpc::StatusCode::CANCELLED;
+}
+
+void throw_status(const grpc::Status& status, const std::string& who) {
+  const auto what = text(who, ": ", status.error_message());
+  switch (status.error_code()) {
+    case grpc::StatusCode::INVALID_ARGUMENT:
+    case grpc::StatusCode::RESOURCE_EXHAUSTED: throw InvalidArgument(what);
+    case grpc::StatusCode::FAILED_PRECONDITION: throw UnknownBlock(what);
+    case grpc::StatusCode::UNAUTHENTICATED: throw ClusterError(what);
+    default: throw Error(what);
   }
 }
 

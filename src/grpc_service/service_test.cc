@@ -9,11 +9,9 @@
 
 #include "base/expect_says_testing.h"
 #include "base/text.h"
-#include "grpc_service/channel.h"
-#include "grpc_service/connections.h"
-#include "grpc_service/endpoint.h"
+#include "grpc_service/credentials.h"
+#include "grpc_service/engine.h"
 #include "grpc_service/frames.h"
-#include "grpc_service/identity.h"
 #include "grpc_service/messages.pb.h"
 #include "parameter_server/coordinator.h"
 #include "parameter_server/served_models.h"

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "base/file_descriptor.h"
+#include "base/file.h"
 #include "base/mutex.h"
 #include "lockstep/base/deadline.h"
 

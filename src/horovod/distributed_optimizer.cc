@@ -1,6 +1,6 @@
 #include <torch/optim/optimizer.h>
 
-#include "base/resources.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "gradient/gradient_reducer.h"
 #include "gradient/tensor_hash.h"

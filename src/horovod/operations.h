@@ -16,7 +16,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "lockstep/horovod.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 
 namespace lockstep::horovod {
 

@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/accumulate.h"
 #include "kernels/combine.h"
 #include "kernels/half.h"
+#include "kernels/reduce.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace lockstep::kernels::HWY_NAMESPACE {

@@ -5,7 +5,7 @@
 // Highway's own include comes after foreach_target.
 #include <hwy/highway.h>
 
-#include "kernels/bias.h"
+#include "kernels/matrix.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace lockstep::kernels::HWY_NAMESPACE {

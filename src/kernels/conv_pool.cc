@@ -9,8 +9,8 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/conv_pool.h"
-#include "kernels/transpose.h"
+#include "kernels/matrix.h"
+#include "kernels/pooling.h"
 #include "kernels/windows-inl.h"
 
 HWY_BEFORE_NAMESPACE();

@@ -1,4 +1,4 @@
-#include "kernels/multiply.h"
+#include "kernels/matrix.h"
 
 #include <hwy/aligned_allocator.h>
 #include <libxsmm.h>
@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <new>
-
-#include "kernels/transpose.h"
 
 namespace lockstep::kernels {
 namespace {

@@ -1,5 +1,5 @@
 // Products against plain loops in double, in arrays of exactly their sizes.
-#include "kernels/multiply.h"
+#include "kernels/matrix.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "kernels/each_target_testing.h"
-#include "kernels/transpose.h"
 
 namespace lockstep::kernels {
 namespace {

@@ -7,7 +7,6 @@
 #include <random>
 #include <vector>
 
-#include "kernels/conv_pool.h"
 #include "kernels/each_target_testing.h"
 
 namespace lockstep::kernels {

@@ -11,7 +11,7 @@
 #include <limits>
 
 #include "kernels/lanes-inl.h"
-#include "kernels/softmax.h"
+#include "kernels/matrix.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace lockstep::kernels::HWY_NAMESPACE {

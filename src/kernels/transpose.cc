@@ -6,7 +6,7 @@
 #include <hwy/highway.h>
 
 #include "kernels/lanes-inl.h"
-#include "kernels/transpose.h"
+#include "kernels/matrix.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace lockstep::kernels::HWY_NAMESPACE {

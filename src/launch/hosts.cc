@@ -16,9 +16,9 @@
 #include <sstream>
 #include <utility>
 
+#include "base/file.h"
 #include "base/log.h"
-#include "base/regular_file.h"
-#include "base/stop.h"
+#include "base/mutex.h"
 #include "base/text.h"
 #include "launch/launcher_process.h"
 #include "lockstep/base/error.h"

@@ -11,15 +11,15 @@
 #include <utility>
 
 #include "base/text.h"
-#include "cluster/published_texts.h"
 #include "cluster/resolvers.h"
 #include "cluster/store_backend.h"
+#include "cluster/store_texts.h"
 #include "launch/attempt.h"
 #include "launch/host_part.h"
 #include "launch/other_launcher.h"
 #include "launch/supervisor.h"
 #include "lockstep/base/error.h"
-#include "transport/all_gather.h"
+#include "transport/connections.h"
 #include "transport/socket.h"
 
 namespace lockstep::launch {

@@ -15,7 +15,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "transport/all_gather.h"
+#include "transport/connections.h"
 
 namespace lockstep::launch {
 namespace {

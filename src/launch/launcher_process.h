@@ -8,7 +8,7 @@
 #include <iosfwd>
 #include <string>
 
-#include "base/file_descriptor.h"
+#include "base/file.h"
 #include "lockstep/transport/access.h"
 
 namespace lockstep::launch {

@@ -22,7 +22,7 @@
 #include "launch/launcher_process.h"
 #include "launch/supervisor.h"
 #include "lockstep/base/error.h"
-#include "transport/all_gather.h"
+#include "transport/connections.h"
 #include "transport/socket.h"
 
 namespace lockstep::launch {

@@ -6,7 +6,7 @@
 #include <sstream>
 #include <string>
 
-#include "launch/lines.h"
+#include "launch/child.h"
 #include "lockstep/base/deadline.h"
 
 namespace lockstep::launch {

@@ -7,7 +7,7 @@
 #include <ostream>
 #include <utility>
 
-#include "base/stop.h"
+#include "base/mutex.h"
 
 namespace lockstep::launch {
 namespace {

@@ -1,9 +1,11 @@
-// The end policy of a job with parameter servers.
-#include <map>
-
 #include "launch/end_policy.h"
 
+#include <map>
+
 namespace lockstep::launch {
+
+// The end policy of a job with parameter servers.
+
 namespace {
 
 constexpr std::chrono::seconds kAfterTheChief(20);
@@ -53,5 +55,19 @@ void Roles::after_success(Processes& all, const Child& member) {
 }  // namespace
 
 std::unique_ptr<EndPolicy> end_by_role(int restarts) { return std::make_unique<Roles>(restarts); }
+
+// The end policy of a job whose processes all do the same, and none of which can do without another.
+
+namespace {
+
+class Together : public EndPolicy {
+ public:
+  Verdict after_failure(const Processes& /*all*/, const Child& /*member*/) override { return {}; }
+  std::optional<int> restarts_before_new_start() const override { return 0; }
+};
+
+}  // namespace
+
+std::unique_ptr<EndPolicy> end_together() { return std::make_unique<Together>(); }
 
 }  // namespace lockstep::launch

@@ -14,7 +14,7 @@
 #include <string_view>
 #include <utility>
 
-#include "base/resources.h"
+#include "base/process.h"
 
 namespace lockstep::ops {
 namespace {

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/resources.h"
+#include "base/process.h"
 
 namespace lockstep::ops {
 namespace {

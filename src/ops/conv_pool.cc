@@ -1,11 +1,10 @@
-#include "kernels/conv_pool.h"
+#include "kernels/pooling.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "lockstep/ops/ops.h"
-#include "ops/double_backward.h"
 #include "ops/fast.h"
 
 namespace lockstep::ops {

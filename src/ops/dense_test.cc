@@ -12,7 +12,7 @@
 
 #include "kernels/each_target_testing.h"
 #include "lockstep/ops/ops.h"
-#include "ops/gradient_memory.h"
+#include "ops/fast.h"
 
 namespace lockstep::ops {
 namespace {

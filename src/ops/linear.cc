@@ -8,13 +8,9 @@
 
 #include <atomic>
 
-#include "kernels/bias.h"
-#include "kernels/multiply.h"
+#include "kernels/matrix.h"
 #include "lockstep/ops/ops.h"
-#include "ops/double_backward.h"
 #include "ops/fast.h"
-#include "ops/gradient_memory.h"
-#include "ops/linear_gradients.h"
 
 namespace lockstep::ops {
 namespace {

@@ -1,10 +1,9 @@
-#include "kernels/softmax.h"
+#include "kernels/matrix.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "lockstep/ops/ops.h"
-#include "ops/double_backward.h"
 #include "ops/fast.h"
 
 namespace lockstep::ops {

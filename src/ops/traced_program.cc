@@ -1,10 +1,11 @@
 #include "ops/traced_program.h"
 
-#include "base/plugin.h"
+#include "base/process.h"
 #include "lockstep/base/device_error.h"
 #include "ops/parameter_hook.h"
 
 namespace lockstep::ops {
+
 namespace {
 
 StepTrace* current = nullptr;  // for its thread, and autograd's, which compute for it: those that see its OperatorMode
@@ -20,6 +21,11 @@ const OpenProgramDevices& open_program_devices() {
   static const OpenProgramDevices* const open = function_of_plugin<DeviceError, const OpenProgramDevices*()>(
       {"tpu", "TPUs", "LOCKSTEP_TPU"}, "lockstep_open_program_devices")();
   return *open;
+}
+
+WorkRecorder& work_recorder() {
+  static WorkRecorder recorder;
+  return recorder;
 }
 
 }  // namespace lockstep::ops

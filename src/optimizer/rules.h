@@ -84,4 +84,8 @@ class AdagradRule final : public SpanRule<AdagradRule> {
   AdagradOptions options_;
 };
 
+// A description that is equal for optimizers that update equal variables alike. One setting a line. Settings that a
+// rule does not expose show in the results of a few updates.
+std::string describe(const Optimizer& optimizer);
+
 }  // namespace lockstep::optimizer

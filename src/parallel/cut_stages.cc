@@ -13,7 +13,7 @@
 #include "parallel/layer_measurements.h"
 #include "parallel/pipeline_run.h"
 #include "parallel/sharded_units.h"
-#include "train/layers_module.h"
+#include "train/layers/stack.h"
 
 namespace lockstep {
 namespace {

@@ -9,7 +9,6 @@
 #include "elastic/newcomers.h"
 #include "lockstep/cluster/cluster.h"
 #include "parallel/mesh_backend.h"
-#include "parallel/rehearsal_group.h"
 
 namespace lockstep {
 namespace {

@@ -13,7 +13,7 @@
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/watching_hook.h"
 #include "parallel/divided_parameter.h"
-#include "parallel/rehearsal_group.h"
+#include "parallel/mesh_backend.h"
 
 namespace lockstep::parallel {
 namespace {

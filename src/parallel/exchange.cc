@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "base/text.h"
-#include "collective/backward_purpose.h"
+#include "collective/calls.h"
 #include "lockstep/gradient/tensor_collectives.h"
 
 namespace lockstep::parallel {

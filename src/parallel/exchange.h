@@ -31,4 +31,9 @@ Tensor part_of(const Tensor& x, std::int64_t dim, int rank, int ranks);
 c10::IValue capsule(const Communicator& ranks);
 Communicator communicator_in(const c10::IValue& capsule);
 
+// Tells modules that a forward is one of recompute. True in this thread during the first forward of recompute, of which
+// no graph is kept, and during the second one, in backward. Tensors that such a forward leaves in the module's members
+// have no gradient.
+bool in_recompute();
+
 }  // namespace lockstep::parallel

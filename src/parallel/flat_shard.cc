@@ -11,8 +11,8 @@
 #include "collective/backend.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
-#include "ops/dtypes.h"
 #include "ops/parameter_hook.h"
+#include "ops/tensors.h"
 
 namespace lockstep::parallel {
 namespace {

@@ -1,5 +1,5 @@
 // Tests which layers count as equal.
-#include "parallel/layer_kinds.h"
+#include "parallel/layer_measurements.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

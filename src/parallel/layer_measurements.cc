@@ -12,8 +12,7 @@
 #include "base/median.h"
 #include "base/text.h"
 #include "lockstep/ops/memory.h"
-#include "parallel/layer_trial.h"
-#include "parallel/rehearsal_group.h"
+#include "parallel/mesh_backend.h"
 
 namespace lockstep::parallel {
 namespace {

@@ -4,16 +4,98 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "lockstep/ops/memory.h"
+#include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/plan.h"
 #include "parallel/choose_split.h"
-#include "parallel/layer_kinds.h"
-#include "parallel/layer_trial.h"
 #include "parallel/measure_links.h"
 
 namespace lockstep::parallel {
+
+// Finds the layers of a model that cost the same, so that one of each kind is measured.
+struct MeasureInput {
+  const std::vector<PipelineStage>& layers;  // each of which names its modules by its number in the model
+  const Tensor& x;
+  const Tensor& target;
+  const SplitLoss& loss;
+  const PlanOptions& options;
+  std::int64_t fewest_examples = 1;  // of a microbatch
+
+  bool is_last(std::size_t layer) const { return layer + 1 == layers.size(); }
+};
+
+struct LayerKind {
+  std::size_t layer = 0;  // the first of this kind
+  ParallelPlan entries;   // of the tensor plan
+  Tensor sample;          // its input for the fewest examples
+  double parameter_bytes = 0;
+  double trained_bytes = 0;  // of those that are not frozen
+
+  // The layer's input for `examples`: of the batch for the first layer, else the sample repeated.
+  Tensor input(const MeasureInput& of, std::int64_t examples) const;
+};
+
+struct LayerKinds {
+  std::vector<std::size_t> of_layers;  // [layer]: which kind
+  std::vector<LayerKind> kinds;
+  std::string refused;  // why the layers cannot be divided so
+
+  double parameter_bytes() const;  // of all layers
+};
+
+// Finds the kinds of layers divided over `tensor` ranks. Makes one layer after the other, and passes the fewest
+// examples through. Not collective. Throws InvalidArgument for an entry of the tensor plan that matches nothing and for
+// a layer whose output is not floating-point; on one rank also what a layer throws.
+LayerKinds find_kinds(const MeasureInput& input, int tensor);
+
+// The first line of what an exception says: LibTorch's go on with their stacks.
+std::string first_line(const std::exception& error);
+
+// One layer of a model, made for a division, and run as a stage of a Pipeline runs it.
+struct TrialGroups {
+  Communicator tensor;
+  Communicator data;  // of sharding
+};
+
+class LayerTrial {
+ public:
+  // Collective over the groups. `stage`: makes the layer, called by its number; `entries` are those for it.
+  LayerTrial(const PipelineStage& stage, const ParallelPlan& entries, Sharding sharding, const TrialGroups& groups);
+  ~LayerTrial();
+
+  // Computes forward, and the loss where it is given, and keeps the graph for `backward`.
+  void forward(const Tensor& x);
+  void forward(const Tensor& x, const Tensor& target, const SplitLoss& loss);
+
+  // Gives up what fully_shard of stage 3 has given up before backward.
+  void reshard();
+
+  // backward_weight does what backward_input left; with sharding nothing.
+  void backward_input();
+  void backward_weight();
+
+  void zero_grad() const;
+
+  const Tensor& output() const { return output_; }  // of the layer, not of the loss
+  const std::vector<Tensor>& parameters() const { return parameters_; }
+
+ private:
+  struct Backward;
+
+  const PipelineStage stage_;
+  const Sharding sharding_;
+  const Communicator tensor_;
+  std::shared_ptr<torch::nn::Module> module_;
+  std::optional<FullyShardedParameters> sharded_;
+  std::vector<Tensor> parameters_;  // as optimizers get them
+  Tensor output_, last_;
+  std::unique_ptr<Backward> backward_;
+};
 
 // Every call is collective over the ranks that measure.
 class LayerMeasurements {

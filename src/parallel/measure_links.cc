@@ -9,7 +9,7 @@
 #include "base/median.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "lockstep/parallel/gradients.h"
-#include "parallel/stage_links.h"
+#include "parallel/pipeline_run.h"
 
 namespace lockstep::parallel {
 namespace {

@@ -8,7 +8,7 @@
 #include "base/log.h"
 #include "lockstep/base/error.h"
 #include "train/model_impl.h"
-#include "train/step_clock.h"
+#include "train/tracker.h"
 
 namespace lockstep::parallel {
 

@@ -6,7 +6,6 @@
 
 #include "base/text.h"
 #include "parallel/mesh_parallelism.h"
-#include "strategy/check_elastic.h"
 #include "strategy/devices.h"
 #include "strategy/strategy_impl.h"
 

@@ -8,11 +8,10 @@
 #include <numeric>
 
 #include "base/text.h"
-#include "collective/backward_purpose.h"
+#include "collective/calls.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/divided_parameter.h"
 #include "parallel/exchange.h"
-#include "parallel/in_recompute.h"
 
 namespace lockstep {
 namespace {

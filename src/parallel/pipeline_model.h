@@ -10,7 +10,7 @@
 #include "gradient/parameter_parts.h"
 #include "lockstep/parallel/pipeline.h"
 #include "parallel/mesh_parallelism.h"
-#include "train/layers_module.h"
+#include "train/layers/stack.h"
 
 namespace lockstep::parallel {
 

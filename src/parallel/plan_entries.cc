@@ -7,7 +7,6 @@
 #include <map>
 #include <sstream>
 
-#include "base/near_names.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 

@@ -10,7 +10,7 @@
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
 #include "lockstep/ops/memory.h"
-#include "parallel/rehearsal_group.h"
+#include "parallel/mesh_backend.h"
 #include "parallel/transformer_testing.h"
 
 namespace lockstep::parallel {

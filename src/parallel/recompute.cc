@@ -17,8 +17,8 @@
 #include "lockstep/parallel/context_parallel.h"
 #include "ops/replica_random.h"
 #include "ops/watching_hook.h"
+#include "parallel/exchange.h"
 #include "parallel/gradients.h"
-#include "parallel/in_recompute.h"
 
 namespace lockstep {
 namespace {

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "base/text.h"
-#include "collective/backward_purpose.h"
+#include "collective/calls.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "lockstep/parallel/context_parallel.h"
 #include "parallel/exchange.h"

@@ -15,7 +15,7 @@
 #include "base/text.h"
 #include "gradient/layer_over_ranks.h"
 #include "lockstep/gradient/tensor_collectives.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 #include "parallel/divided_parameter.h"
 #include "parallel/flat_shard.h"
 #include "parallel/split_linear.h"

@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "ops/linear_gradients.h"
+#include "ops/fast.h"
 #include "ops/parameter_hook.h"
 #include "ops/watching_hook.h"
 #include "parallel/divided_parameter.h"

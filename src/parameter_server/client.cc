@@ -13,7 +13,7 @@
 #include "checkpoint/sharded_archive.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/shared_block.h"
-#include "parameter_server/table_files.h"
+#include "parameter_server/table_shard.h"
 
 namespace lockstep::parameter_server {
 // Blocks of which pieces are given out one after the other. A block is used from its beginning again when it has none.

@@ -11,8 +11,8 @@
 #include "lockstep/base/deadline.h"
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/collective/group.h"
-#include "parameter_server/model_spec.h"
 #include "parameter_server/service.h"
+#include "parameter_server/shard_places.h"
 
 namespace lockstep::parameter_server {
 

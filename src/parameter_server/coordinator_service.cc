@@ -5,7 +5,6 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "parameter_server/chief_state.h"
 #include "parameter_server/coordinator.h"
 
 namespace lockstep::parameter_server {

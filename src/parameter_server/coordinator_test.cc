@@ -7,7 +7,6 @@
 #include "base/expect_says_testing.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "parameter_server/chief_state.h"
 
 namespace lockstep::parameter_server {
 namespace {

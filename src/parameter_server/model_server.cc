@@ -5,7 +5,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "parameter_server/model_status.h"
+#include "parameter_server/served_models.h"
 
 namespace lockstep::parameter_server {
 namespace {

@@ -8,7 +8,7 @@
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
 #include "parameter_server/connection_in_process_testing.h"
-#include "parameter_server/model_status.h"
+#include "parameter_server/served_models.h"
 
 namespace lockstep::parameter_server {
 namespace {

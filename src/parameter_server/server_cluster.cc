@@ -12,9 +12,9 @@
 #include "cluster/resolvers.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/version.h"
-#include "optimizer/describe.h"
-#include "parameter_server/model_status.h"
-#include "parameter_server/two_copies.h"
+#include "optimizer/rules.h"
+#include "parameter_server/served_models.h"
+#include "parameter_server/service.h"
 #include "transport/socket.h"
 
 namespace lockstep::parameter_server {

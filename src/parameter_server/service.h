@@ -196,4 +196,10 @@ class ServiceEngine {
 // The engine of gRPC, from the library that the build made for it. Throws ClusterError where it cannot be loaded.
 const ServiceEngine& service_engine();
 
+// Shards that two servers have. Reads the first copy and changes both. Each server makes the same updates, so that what
+// one has acknowledged is not lost with it. A server that is started again gets the state from the other one. A push or
+// restore is repeated that may have reached one server before such a transfer and the other one after the transfer.
+std::shared_ptr<ServerConnection> connect_two_copies(std::shared_ptr<ServerConnection> first,
+                                                     std::shared_ptr<ServerConnection> second);
+
 }  // namespace lockstep::parameter_server

@@ -1,4 +1,4 @@
-// The servers of the rows of variables.
+// The parts of a model on servers, as all processes of a job know them, and the servers of the rows of variables.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 
 #include "lockstep/optimizer/optimizer.h"
 #include "lockstep/parameter_server/partitioner.h"
+#include "parameter_server/table.h"
 
 namespace lockstep::parameter_server {
 
@@ -45,5 +46,10 @@ std::vector<std::string> names_of_states(const Optimizer& optimizer);
 // what it may not.
 std::vector<ShardPlace> place_shards(const std::vector<VariableSpec>& variables, const Partitioner& partitioner,
                                      int servers);
+
+struct ModelSpec {
+  std::vector<VariableSpec> variables = {};
+  std::vector<TableSpec> tables = {};
+};
 
 }  // namespace lockstep::parameter_server

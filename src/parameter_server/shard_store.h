@@ -11,12 +11,11 @@
 
 #include "base/mutex.h"
 #include "checkpoint/sharded_archive.h"
-#include "parameter_server/model_spec.h"
+#include "parameter_server/applied_steps.h"
 #include "parameter_server/push.h"
 #include "parameter_server/shard.h"
-#include "parameter_server/step_parts.h"
-#include "parameter_server/table_files.h"
-#include "parameter_server/update_mode.h"
+#include "parameter_server/shard_places.h"
+#include "parameter_server/table_shard.h"
 
 namespace lockstep::parameter_server {
 

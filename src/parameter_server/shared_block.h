@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "base/file_descriptor.h"
+#include "base/file.h"
 
 namespace lockstep::parameter_server {
 

@@ -8,7 +8,6 @@
 
 #include "parameter_server/applied_steps.h"
 #include "parameter_server/push.h"
-#include "parameter_server/update_mode.h"
 
 namespace lockstep::parameter_server {
 

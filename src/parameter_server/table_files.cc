@@ -1,4 +1,4 @@
-#include "parameter_server/table_files.h"
+#include "parameter_server/table_shard.h"
 
 #include <algorithm>
 #include <cstring>

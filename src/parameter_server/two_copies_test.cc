@@ -1,4 +1,4 @@
-#include "parameter_server/two_copies.h"
+#include "parameter_server/service.h"
 
 #include <gtest/gtest.h>
 

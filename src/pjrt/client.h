@@ -13,7 +13,7 @@
 #include "lockstep/base/buffer.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/cluster/store.h"
-#include "pjrt/event.h"
+#include "pjrt/plugin.h"
 
 namespace lockstep::pjrt {
 
@@ -105,5 +105,15 @@ class Client : public std::enable_shared_from_this<Client> {
   mutable Mutex mutex_;
   mutable std::string failure_ LOCKSTEP_GUARDED_BY(mutex_);
 };
+
+// Options as the C API takes them.
+
+// The values point to `options`.
+std::vector<PJRT_NamedValue> named_values(const Options& options);
+
+// Returns the options of a plugin's client: `asked`, or where those are none, the environment's PJRT_PLUGIN_OPTIONS.
+// These are such as "cpu_device_count=8,name=value": whole numbers, true or false, and else text. Throws
+// InvalidArgument for what is not made of names and values.
+Options plugin_options(const Options& asked);
 
 }  // namespace lockstep::pjrt

@@ -4,7 +4,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "pjrt/named_values.h"
+#include "pjrt/client.h"
 
 namespace lockstep::pjrt {
 namespace {

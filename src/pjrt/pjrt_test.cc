@@ -8,8 +8,8 @@
 #include "base/expect_says_testing.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
+#include "pjrt/client.h"
 #include "pjrt/executable.h"
-#include "pjrt/named_values.h"
 #include "pjrt/stablehlo.h"
 
 namespace lockstep::pjrt {

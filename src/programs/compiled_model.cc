@@ -13,7 +13,7 @@
 #include "train/added_losses.h"
 #include "train/model_impl.h"
 #include "train/shapes.h"
-#include "train/step_clock.h"
+#include "train/tracker.h"
 
 namespace lockstep::programs {
 namespace {

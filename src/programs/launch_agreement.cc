@@ -1,4 +1,4 @@
-#include "programs/launch_agreement.h"
+#include "programs/compiled_model.h"
 
 #include <ATen/ops/empty.h>
 
@@ -9,7 +9,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "ops/tensor_lists.h"
+#include "ops/tensors.h"
 
 namespace lockstep::programs {
 

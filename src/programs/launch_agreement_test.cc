@@ -1,4 +1,4 @@
-#include "programs/launch_agreement.h"
+#include "programs/compiled_model.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -4,7 +4,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "ops/tensor_lists.h"
+#include "ops/tensors.h"
 #include "programs/compiled_model.h"
 #include "strategy/step_programs.h"
 

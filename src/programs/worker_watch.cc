@@ -3,7 +3,7 @@
 #include <chrono>
 #include <utility>
 
-#include "base/stop.h"
+#include "base/mutex.h"
 
 namespace lockstep::programs {
 namespace {

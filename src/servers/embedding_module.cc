@@ -14,8 +14,8 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/random.h"
 #include "lockstep/train/layers.h"
-#include "ops/dtypes.h"
-#include "parameter_server/id_map.h"
+#include "ops/tensors.h"
+#include "parameter_server/table.h"
 
 namespace lockstep {
 namespace servers {

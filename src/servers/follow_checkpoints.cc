@@ -1,4 +1,4 @@
-#include "servers/follow_checkpoints.h"
+#include "servers/follow_chief.h"
 
 #include "base/log.h"
 #include "base/text.h"

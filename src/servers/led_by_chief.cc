@@ -1,13 +1,12 @@
 #include "servers/led_by_chief.h"
 
 #include "base/text.h"
-#include "checkpoint/atomic_file.h"
 #include "checkpoint/files.h"
 #include "checkpoint/state.h"
 #include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/server_checkpoint.h"
-#include "servers/local_state.h"
+#include "servers/follow_chief.h"
 #include "servers/server_reduction.h"
 #include "train/model_impl.h"
 

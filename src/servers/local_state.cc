@@ -1,4 +1,4 @@
-#include "servers/local_state.h"
+#include "servers/follow_chief.h"
 
 #include <ATen/ATen.h>
 

@@ -8,7 +8,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 #include "optimizer/flat_update.h"
 
 namespace lockstep::servers {

@@ -1,9 +1,12 @@
 #include "servers/servers.h"
 
+#include "checkpoint/files.h"
+#include "checkpoint/sharded_archive.h"
 #include "lockstep/base/error.h"
+#include "parameter_server/server_checkpoint.h"
+#include "parameter_server/server_cluster.h"
 #include "servers/embedding_module.h"
 #include "servers/led_by_chief.h"
-#include "servers/loop_checkpoint.h"
 #include "servers/server_reduction.h"
 
 namespace lockstep::servers {
@@ -51,5 +54,55 @@ std::vector<std::shared_ptr<GradientPath>> Servers::paths_of_loops() {
 }
 
 Servers& servers_of(const StrategyImpl& strategy) { return dynamic_cast<Servers&>(*strategy.settings().kind); }
+
+namespace {
+
+parameter_server::ServerCluster& servers_of_chief(const StrategyImpl& strategy) {
+  if (strategy.topology().is_chief()) return servers_of(strategy).cluster();
+  throw InvalidArgument(
+      "with parameter servers the chief alone saves and restores a Checkpoint: call it in ClusterCoordinator::run, or "
+      "where the strategy's is_chief() is true");
+}
+
+// Brings the servers' values here, so that the module's trackable has them too.
+void pull(const StrategyImpl& strategy, GradientPath& gradients, const parameter_server::SavedSteps& steps) {
+  gradients.remote()->fetch(strategy.deadline());
+  gradients.updater().set_iterations(steps.updates);
+}
+
+void save(const StrategyImpl& strategy, GradientPath& gradients, const std::string& path) {
+  auto& servers = servers_of_chief(strategy);
+  const auto& model = *client_of(gradients);
+  servers.require_known(model);
+  const auto steps = parameter_server::write_loop_checkpoint(
+      *servers.coordinator().steps(), model, path, [&] { gradients.remote()->store(strategy.deadline()); },
+      strategy.deadline());
+  servers.tell_checkpoint(model, checkpoint::absolute_path(checkpoint_file(path)).string());
+  servers.coordinator().tell_saved(model.model(), steps.end);
+  pull(strategy, gradients, steps);
+}
+
+void load(const StrategyImpl& strategy, GradientPath& gradients, const std::string& path, bool change) {
+  auto& servers = servers_of_chief(strategy);
+  auto& coordinator = servers.coordinator();
+  const auto& model = *client_of(gradients);
+  const auto file = checkpoint::absolute_path(checkpoint_file(path)).string();
+  const auto main = read_archive(file);
+  const auto steps = parameter_server::saved_steps_of(main);
+  coordinator.steps()->end_of_finished();  // throws where steps have not finished
+  if (!change) return model.check_restore(file, strategy.deadline());
+  servers.restore(model, file, parameter_server::model_of(main), strategy.deadline());
+  coordinator.steps()->skip_to(steps.end);
+  coordinator.set_trained_by_program(model.model());
+  coordinator.tell_saved(model.model(), steps.end);
+  pull(strategy, gradients, steps);
+}
+
+}  // namespace
+
+Trackable::Files files_of_loop(std::shared_ptr<StrategyImpl> strategy, std::shared_ptr<GradientPath> gradients) {
+  return {[=](const std::string& path) { save(*strategy, *gradients, path); },
+          [=](const std::string& path, bool change) { load(*strategy, *gradients, path, change); }};
+}
 
 }  // namespace lockstep::servers

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "lockstep/checkpoint/checkpoint.h"
 #include "parameter_server/server_cluster.h"
 #include "strategy/strategy_impl.h"
 
@@ -39,5 +40,11 @@ class Servers final : public strategy::Kind {
 
 // Returns the kind of a ParameterServerStrategy.
 Servers& servers_of(const StrategyImpl& strategy);
+
+// Checkpoints of the state that parameter servers have of a custom loop's optimizer. Makes files with the variables,
+// the optimizer's state and the rows of tables, in a checkpoint of its own. The servers write it, and restore their
+// shards from it when they are started again. For the chief; throws InvalidArgument elsewhere, and while scheduled
+// steps have not finished.
+Trackable::Files files_of_loop(std::shared_ptr<StrategyImpl> strategy, std::shared_ptr<GradientPath> gradients);
 
 }  // namespace lockstep::servers

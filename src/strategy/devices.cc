@@ -8,6 +8,7 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep::strategy {
+
 namespace {
 
 constexpr int kMostLogicalCpus = 1024;
@@ -66,6 +67,21 @@ std::string default_device() { return gpu_count() > 0 ? "cuda:0" : "cpu:0"; }
 
 c10::Device torch_device(const std::string& name) {
   return name.starts_with("cuda") ? c10::Device(name) : c10::Device(c10::kCPU);
+}
+
+void check(const std::string& strategy, const ElasticOptions& options) {
+  const auto fail = [&](const auto&... what) { throw InvalidArgument(text(strategy, ": elastic.", what...)); };
+  if (options.min_workers < 1) fail("min_workers is ", options.min_workers, "; it must be 1 or more");
+  if (!(options.regroup_seconds > 0)) fail("regroup_seconds is ", options.regroup_seconds, "; it must be above 0");
+  if (!(options.lost_host_seconds >= 3 && options.lost_host_seconds <= kLongestLostHostSeconds)) {
+    fail("lost_host_seconds is ", options.lost_host_seconds, "; it must be from 3 to ", kLongestLostHostSeconds);
+  }
+  if (!(options.join_seconds >= 0)) fail("join_seconds is ", options.join_seconds, "; it must be 0 or more");
+  const auto& batch = options.worker_batch;
+  if (batch && batch->learning_rate_workers < 1) {
+    fail("worker_batch.learning_rate_workers is ", batch->learning_rate_workers, "; it must be 1 or more");
+  }
+  if (batch && !batch->scaling) fail("worker_batch.scaling is null");
 }
 
 }  // namespace lockstep::strategy

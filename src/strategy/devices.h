@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cluster/cpu_partition.h"
+#include "lockstep/strategy/multi_worker_mirrored_strategy.h"
 
 namespace lockstep::strategy {
 
@@ -24,5 +25,9 @@ std::string default_device();
 
 // Returns LibTorch's device for a replica's tensors: all logical CPUs are its one CPU.
 c10::Device torch_device(const std::string& name);
+
+// The check of ElasticOptions. Throws InvalidArgument, which begins with the name of the strategy, for an option out of
+// its range.
+void check(const std::string& strategy, const ElasticOptions& options);
 
 }  // namespace lockstep::strategy

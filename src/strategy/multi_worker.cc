@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "base/text.h"
-#include "strategy/check_elastic.h"
 #include "strategy/devices.h"
 #include "strategy/strategy_impl.h"
 

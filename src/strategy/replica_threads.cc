@@ -6,7 +6,7 @@
 #include <mutex>
 #include <system_error>
 
-#include "base/resources.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 

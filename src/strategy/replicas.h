@@ -25,9 +25,9 @@ class Replicas {
   const std::vector<c10::Device>& devices() const { return devices_; }
   c10::Device device(int replica) const { return devices_[static_cast<std::size_t>(replica)]; }
 
-  // Calls function(replica) on every replica's thread. When one throws, the Groups are aborted so that the others leave
-  // their collective operations, the first exception is rethrown, and a new Group of this process's replicas takes the
-  // place of the old.
+  // Calls function(replica) on every replica's thread. Where one throws, the Groups are aborted, so that the others
+  // leave their collective operations. The first exception is rethrown. A new Group of this process's replicas takes
+  // the place of the old.
   template <class Function>
   void run(const Function& function);
 

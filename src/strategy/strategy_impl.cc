@@ -7,7 +7,7 @@
 #include <set>
 
 #include "base/hash.h"
-#include "base/resources.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "lockstep/base/version.h"
 

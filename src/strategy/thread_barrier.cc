@@ -1,4 +1,4 @@
-#include "strategy/thread_barrier.h"
+#include "strategy/replica_threads.h"
 
 #include "base/text.h"
 #include "lockstep/base/error.h"

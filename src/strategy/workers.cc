@@ -1,7 +1,7 @@
 #include "strategy/workers.h"
 
 #include "base/text.h"
-#include "elastic/failures.h"
+#include "elastic/membership.h"
 
 namespace lockstep::strategy {
 namespace {

@@ -54,7 +54,7 @@ class Workers {
 
   // Calls act(). Where it throws, the calls of the other `ranks` are aborted with the reason, unless all of them throw
   // (RefusedByAll). Workers of an elastic strategy go on without this one, unless two fail in one section
-  // (elastic/failures.h).
+  // (elastic/membership.h).
   template <class Act>
   void abort_on_error(const Communicator& ranks, const Act& act) const;
   template <class Act>

@@ -6,12 +6,10 @@
 #include <set>
 #include <utility>
 
-#include "base/near_names.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 #include "tpu/trace.h"
-#include "tpu/traced_tensor.h"
 
 namespace lockstep::tpu {
 

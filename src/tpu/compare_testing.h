@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 #include "pjrt/executable.h"
 #include "tpu/trace.h"
 

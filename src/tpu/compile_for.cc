@@ -1,4 +1,4 @@
-#include "tpu/compile_for.h"
+#include "tpu/devices.h"
 
 #include <cstdlib>
 #include <fstream>
@@ -11,7 +11,7 @@
 #include "lockstep/base/device_error.h"
 #include "pjrt/executable.h"
 #include "tpu/step_trace.h"
-#include "tpu/variable_table.h"
+#include "tpu/variable.h"
 
 namespace lockstep::tpu {
 namespace {

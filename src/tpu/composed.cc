@@ -1,5 +1,5 @@
-// Operators whose lowering is a composition of others': LibTorch has one kernel for each, and XLA fuses what it is made
-// of.
+#include "tpu/composed.h"
+
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 
@@ -8,9 +8,13 @@
 #include <numeric>
 
 #include "base/text.h"
-#include "tpu/composed.h"
+#include "tpu/call.h"
 
 namespace lockstep::tpu {
+
+// Operators whose lowering is a composition of others': LibTorch has one kernel for each, and XLA fuses what it is made
+// of.
+
 namespace {
 
 // Repeats x along each dimension, one after the other.
@@ -304,6 +308,25 @@ void add_composed(Lowerings& table) {
   table["aten::var_mean.correction"] = composed([](Call& call) { return variance_of(call, true); });
   table["aten::std.correction"] = composed([](Call& call) -> Tensors { return {variance_of(call, false)[0].sqrt()}; });
   table["aten::linalg_vector_norm"] = composed(vector_norm);
+}
+
+// Operators that no program of fixed shapes can have.
+void add_refused(Lowerings& table) {
+  for (const char* const name : {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}) {
+    table[name] = [](Call& call) {
+      call.refuse(
+          "it reads a value of the step, as item() and conditions on tensors do, and values are computed only when the "
+          "compiled step runs; compute with tensors (torch::where in place of a condition), and return them from the "
+          "step");
+    };
+  }
+  for (const char* const name :
+       {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"}) {
+    table[name] = [](Call& call) {
+      call.refuse(
+          "the shape of its result depends on values; a compiled step has fixed shapes: use torch::where, or masks");
+    };
+  }
 }
 
 }  // namespace lockstep::tpu

@@ -9,9 +9,7 @@
 #include "base/mutex.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
-#include "pjrt/named_values.h"
-#include "tpu/compile_for.h"
-#include "tpu/step_program.h"
+#include "pjrt/client.h"
 
 namespace lockstep::tpu {
 namespace {

@@ -4,15 +4,80 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "ops/traced_program.h"
 #include "pjrt/executable.h"
-#include "tpu/program_cache.h"
 #include "tpu/step_trace.h"
-#include "tpu/variable_table.h"
+#include "tpu/variable.h"
 
 namespace lockstep::tpu {
+
+// Compiled programs on disk, in the folder that the environment's LOCKSTEP_CACHE names.
+
+// All that decides the compiler's result.
+struct ProgramKey {
+  std::string text;
+  pjrt::CompileOptions options;
+};
+
+// The flags that the compilers of plugins take from the environment, in lines.
+std::string compiler_flags();
+
+// One thread at a time; processes of one user may share a folder. Each file has the whole key, which is compared.
+class ProgramCache {
+ public:
+  // Makes the folder if need be. Throws InvalidArgument where others may write in it: their programs would run here.
+  explicit ProgramCache(std::shared_ptr<const pjrt::Client> client);
+
+  // The program, where it was stored by the same version of the plugin for devices of the same kind. A file that is
+  // damaged, of another key, of another user, or that the plugin does not take, gives a warning, and nothing.
+  std::optional<pjrt::Executable> find(const ProgramKey& key) const;
+
+  // Warns where the program cannot be stored.
+  void store(const ProgramKey& key, const pjrt::Executable& executable) const;
+
+ private:
+  std::string describe(const ProgramKey& key) const;
+  std::string name_of(const std::string& description) const;
+
+  const std::shared_ptr<const pjrt::Client> client_;
+  const std::string folder_;  // empty: there is none
+};
+
+// A compiled step with the variables that it uses.
+class StepProgram final : public ops::CompiledProgram {
+ public:
+  // name: for messages, such as "the training step".
+  StepProgram(std::string name, Replicas replicas, StepLayout layout,
+              std::shared_ptr<const pjrt::Executable> executable, int steps, std::uint64_t hash)
+      : name_(std::move(name)),
+        replicas_(std::move(replicas)),
+        layout_(std::move(layout)),
+        executable_(std::move(executable)),
+        steps_(steps),
+        hash_(hash) {}
+
+  std::uint64_t hash() const override { return hash_; }
+  std::unique_ptr<ops::ProgramInputs> copy(const std::vector<std::vector<at::Tensor>>& inputs) override;
+  std::unique_ptr<ops::LaunchedProgram> launch(Launch launch) override;
+
+ private:
+  // The arguments of replica `replica`, beside its inputs, that change from launch to launch.
+  std::vector<std::pair<int, pjrt::Buffer>> numbers(const Launch& launch, std::size_t replica) const;
+  std::unique_ptr<ops::LaunchedProgram> run(const std::vector<std::vector<const pjrt::Buffer*>>& arguments,
+                                            std::vector<std::shared_ptr<const Variable::Values>> used_values);
+
+  const std::string name_;
+  const Replicas replicas_;
+  const StepLayout layout_;
+  const std::shared_ptr<const pjrt::Executable> executable_;
+  const int steps_;
+  const std::uint64_t hash_;
+};
 
 class Devices final : public ops::ProgramDevices {
  public:
@@ -45,5 +110,10 @@ class Devices final : public ops::ProgramDevices {
   std::map<std::string, std::shared_ptr<const pjrt::Executable>> executables_;
   std::deque<std::string> compiled_last_;
 };
+
+// `chips`: a topology's name, such as "v5e:2x4". A step that is compiled is described in the file that the
+// environment's LOCKSTEP_COMPILE_REPORT names, or on standard output: a line each. Launching it throws DeviceError.
+std::shared_ptr<ops::ProgramDevices> devices_to_compile_for(const std::string& chips,
+                                                            const ops::ProgramDevicesOptions& options);
 
 }  // namespace lockstep::tpu

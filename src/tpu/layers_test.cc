@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "tpu/lowerings_testing.h"
-#include "tpu/traced_tensor.h"
+#include "tpu/trace.h"
 
 namespace lockstep::tpu {
 namespace {

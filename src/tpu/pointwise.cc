@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "base/text.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 #include "tpu/call.h"
 
 namespace lockstep::tpu {

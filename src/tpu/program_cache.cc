@@ -1,4 +1,4 @@
-#include "tpu/program_cache.h"
+#include "tpu/devices.h"
 
 #include <sys/stat.h>
 #include <unistd.h>

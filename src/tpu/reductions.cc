@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "base/text.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 #include "tpu/call.h"
 
 namespace lockstep::tpu {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 #include "tpu/call.h"
 #include "tpu/trace.h"
 

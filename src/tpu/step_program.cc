@@ -1,4 +1,4 @@
-#include "tpu/step_program.h"
+#include "tpu/devices.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
@@ -10,7 +10,7 @@
 #include "base/hash.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 
 namespace lockstep::tpu {
 namespace {

@@ -10,9 +10,8 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "tpu/argument_check.h"
-#include "tpu/batch_norm.h"
-#include "tpu/traced_tensor.h"
+#include "tpu/composed.h"
+#include "tpu/trace.h"
 
 namespace lockstep::tpu {
 namespace {

@@ -1,6 +1,8 @@
 #include "tpu/trace.h"
 
 #include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/Operators.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -14,13 +16,38 @@
 
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
-#include "ops/dtypes.h"
-#include "tpu/argument_check.h"
-#include "tpu/autocast.h"
+#include "ops/tensors.h"
 #include "tpu/call.h"
-#include "tpu/traced_tensor.h"
 
 namespace lockstep::tpu {
+
+namespace {
+
+constexpr auto kAutocastKey = c10::DispatchKey::AutocastPrivateUse1;
+
+}  // namespace
+
+// LibTorch's macros register with a library that is called `m`.
+void register_autocast() {
+  using namespace at::autocast;  // NOLINT: whose names the macros use
+  static torch::Library others(torch::Library::IMPL, "_", kAutocastKey, __FILE__, __LINE__);
+  if (!c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(kAutocastKey))
+    others.fallback(torch::CppFunction::makeFallthrough());
+  static torch::Library m(torch::Library::IMPL, "aten", kAutocastKey, __FILE__, __LINE__);
+#define LOCKSTEP_LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+  AT_FORALL_LOWER_PRECISION_FP(LOCKSTEP_LOWER_PRECISION)
+#undef LOCKSTEP_LOWER_PRECISION
+#define LOCKSTEP_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+  AT_FORALL_FP32(LOCKSTEP_FP32)
+#undef LOCKSTEP_FP32
+#define LOCKSTEP_FP32_BY_OPTION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+  AT_FORALL_FP32_SET_OPT_DTYPE(LOCKSTEP_FP32_BY_OPTION)
+#undef LOCKSTEP_FP32_BY_OPTION
+#define LOCKSTEP_PROMOTED(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+  AT_FORALL_PROMOTE(LOCKSTEP_PROMOTED)
+#undef LOCKSTEP_PROMOTED
+}
+
 namespace {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;

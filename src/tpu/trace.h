@@ -3,6 +3,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/ArrayRef.h>
 
 #include <optional>
 #include <string>
@@ -12,7 +14,33 @@
 
 #include "pjrt/stablehlo.h"
 
+namespace c10 {
+
+class OperatorHandle;
+
+}  // namespace c10
+
 namespace lockstep::tpu {
+
+// Returns the tensor that operators' kernels get and return, without the wrapper of LibTorch's functionalization.
+at::Tensor traced(pjrt::Value value);
+
+// Returns the tensor that programs get, in that wrapper.
+at::Tensor wrapped(pjrt::Value value);
+
+// Throws InvalidArgument where `tensor` is none of the two, or of a Trace that has ended.
+pjrt::Value value_of(const at::Tensor& tensor);
+bool is_traced(const at::Tensor& tensor);
+
+// From now on the tensor, which is not wrapped, stands for another value of its dtype.
+void rebind(const at::Tensor& tensor, pjrt::Value value);
+
+// LibTorch's reason to refuse the arguments, in its words, by its kernels for meta tensors, which compute shapes alone.
+// Empty where it takes them, and for an operator without such a kernel.
+std::string refusal_of(const c10::OperatorHandle& operation, c10::ArrayRef<c10::IValue> arguments);
+
+// LibTorch's lists of which operators compute in which precision (autocast), for the device of traced steps. Once.
+void register_autocast();
 
 // While a Trace lives, operators on its tensors, and on those made of them, are recorded: of its thread, and of
 // autograd's while its thread waits for gradients. In-place operators and views work as always: LibTorch's

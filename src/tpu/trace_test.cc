@@ -9,7 +9,6 @@
 #include "base/expect_says_testing.h"
 #include "lockstep/base/error.h"
 #include "tpu/compare_testing.h"
-#include "tpu/traced_tensor.h"
 
 namespace lockstep::tpu {
 namespace {

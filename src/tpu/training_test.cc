@@ -7,7 +7,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 #include "pjrt/executable.h"
 #include "tpu/trace.h"
 

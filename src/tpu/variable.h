@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "ops/traced_program.h"
@@ -52,6 +53,18 @@ class Variable final : public ops::DeviceVariable, public std::enable_shared_fro
   std::vector<std::int64_t> versions_;  // of host_, when the devices' values were equal to them
   std::shared_ptr<const Values> values_;
   State state_ = State::host_only;
+};
+
+// A strategy's variables, by the tensors of the host that they belong to. One thread at a time.
+class VariableTable {
+ public:
+  std::unique_ptr<ops::DeviceVariables> add(const Replicas& replicas, std::vector<std::vector<at::Tensor>> hosts);
+
+  // The variable that belongs to a tensor of the host; null: none does.
+  std::shared_ptr<Variable> find(const at::Tensor& host) const;
+
+ private:
+  std::unordered_map<const c10::TensorImpl*, std::weak_ptr<Variable>> variables_;
 };
 
 }  // namespace lockstep::tpu

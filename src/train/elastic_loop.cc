@@ -7,7 +7,7 @@
 #include "base/text.h"
 #include "checkpoint/state.h"
 #include "lockstep/base/error.h"
-#include "optimizer/describe.h"
+#include "optimizer/rules.h"
 #include "strategy/replicated_state.h"
 #include "strategy/strategy_impl.h"
 #include "train/signal_guard.h"

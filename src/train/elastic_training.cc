@@ -8,7 +8,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "elastic/failures.h"
+#include "elastic/membership.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::train {

@@ -10,7 +10,6 @@
 #include "lockstep/base/error.h"
 #include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
-#include "train/compare_fits.h"
 #include "train/evaluate.h"
 #include "train/fit_options.h"
 #include "train/fit_worker.h"

@@ -10,8 +10,8 @@
 #include <string>
 
 #include "lockstep/strategy/strategy.h"
+#include "train/evaluate.h"
 #include "train/model_state.h"
-#include "train/outcome.h"
 #include "train/step_source.h"
 
 namespace lockstep {

@@ -14,7 +14,7 @@
 #include "lockstep/train/model.h"
 #include "strategy/strategy_impl.h"
 #include "train/execution.h"
-#include "train/layers_module.h"
+#include "train/layers/stack.h"
 #include "train/lead.h"
 #include "train/mixed_precision.h"
 #include "train/model_state.h"

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/rows_folders.h"
+#include "checkpoint/sharded_archive.h"
 #include "lockstep/base/random.h"
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/train/model.h"

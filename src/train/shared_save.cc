@@ -9,9 +9,9 @@
 
 #include "base/text.h"
 #include "checkpoint/state.h"
-#include "cluster/strings.h"
+#include "cluster/store_texts.h"
 #include "gradient/moving_state.h"
-#include "ops/dtypes.h"
+#include "ops/tensors.h"
 #include "strategy/replicated_state.h"
 
 namespace lockstep::train {

@@ -1,9 +1,12 @@
-// Finds the worker that the others wait for.
+// Finds the worker that the others wait for, and shows where a worker hangs.
 #pragma once
 
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
+
+#include "strategy/strategy_impl.h"
 
 namespace lockstep::train {
 
@@ -22,6 +25,17 @@ class Stragglers {
   std::vector<std::vector<double>> steps_;  // [step][rank], in this window
   int suspect_ = -1;                        // the straggler of the window before; -1: there was none
   int named_ = -1;
+};
+
+// Watches the batches while it lives, where other workers could wait for this one. Where no batch has ended for half of
+// the communication's timeout, it logs the stacks of this process's threads, once until a batch ends. The stacks of a
+// worker that waits for others show the operation in which it waits.
+class HangWatch {
+ public:
+  HangWatch(const StrategyImpl& strategy, const std::string& what);
+
+ private:
+  std::jthread thread_;
 };
 
 }  // namespace lockstep::train

@@ -1,6 +1,7 @@
 // The loss and metrics of an epoch, summed over steps and the replicas of all workers.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <span>
 #include <string>
@@ -73,6 +74,19 @@ class Tracker {
   double loss_sum_ = 0;
   double examples_ = 0;
   double batch_loss_ = 0;
+};
+
+// The times of a step's parts. Adds the time since it was made, or since the last call, to one of StepTimes' sums.
+class Lap {
+ public:
+  void add_to(double& seconds) {
+    const auto now = std::chrono::steady_clock::now();
+    seconds += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
 }  // namespace lockstep::train

@@ -6,7 +6,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/state.h"
-#include "elastic/failures.h"
+#include "elastic/membership.h"
 
 namespace lockstep::train {
 namespace {

@@ -7,7 +7,7 @@
 #include "elastic/sections.h"
 #include "lockstep/checkpoint/checkpoint.h"
 #include "strategy/strategy_impl.h"
-#include "train/hang_watch.h"
+#include "train/stragglers.h"
 
 namespace lockstep::train {
 

@@ -1,17 +1,27 @@
-// Connections between all ranks of a group.
+// Connections between all ranks of a group, and how ranks exchange texts before they are connected.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "base/file_descriptor.h"
+#include "base/file.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/transport/access.h"
-#include "transport/all_gather.h"
 #include "transport/signal.h"
 
 namespace lockstep::transport {
+
+// Tells every rank's text to every rank, in the order of ranks.
+using AllGather = std::function<std::vector<std::string>(const std::string& mine)>;
+
+// The bytes in hexadecimal digits.
+std::string hexadecimal(std::string_view bytes);
+
+// 128 random bits in hexadecimal, so that nobody can guess the name.
+std::string random_name();
 
 // How the ranks of a group connect; equal in meaning on all of them.
 struct ChannelOptions {

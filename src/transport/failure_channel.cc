@@ -1,4 +1,4 @@
-#include "transport/failure_channel.h"
+#include "transport/network_channels.h"
 
 #include <sys/eventfd.h>
 #include <sys/socket.h>

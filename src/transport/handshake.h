@@ -1,3 +1,24 @@
+// The handshake by which the two ends of a connection learn who the other is, and that it belongs to the job. Messages
+// are sealed after it. A user has a token for jobs without one.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/file.h"
+#include "lockstep/base/deadline.h"
+#include "lockstep/transport/access.h"
+#include "transport/socket.h"
+
+namespace lockstep::transport {
+
 // The handshake by which the two ends of a connection learn who the other is, and that it belongs to the job.
 //
 //   the end that connects            the end that accepts
@@ -11,25 +32,7 @@
 // So it is valid for this connection only, and cannot be sent back to its maker. Without a token the key is empty.
 //
 // A process that relays a handshake is dialled at its own address, which the end that accepts does not have. A
-// session's keys are derived from these values too, and no relay can know them (transport/seal.h).
-#pragma once
-
-#include <array>
-#include <cstddef>
-#include <cstdint>
-#include <functional>
-#include <optional>
-#include <span>
-#include <string>
-#include <vector>
-
-#include "base/file_descriptor.h"
-#include "lockstep/base/deadline.h"
-#include "lockstep/transport/access.h"
-#include "transport/socket.h"
-
-namespace lockstep::transport {
-
+// session's keys are derived from these values too, and no relay can know them.
 struct Greeting {
   std::array<char, 4> magic{'L', 'C', 'K', 'S'};
   std::uint32_t version = 3;
@@ -174,5 +177,45 @@ class AcceptingEnd {
   bool has_greeted_ = false, has_opened_ = false;
   Handshake handshake_;
 };
+
+// Sealed messages on a connection whose ends have proved that they belong to the job. Whoever stands between the two
+// can cut the connection, and can neither read nor change a message. Seals are for small messages: gradients are not
+// sealed.
+//
+// One end. ChaCha20-Poly1305 (RFC 8439) with the session's keys; the numbers of messages are the nonces, so that none
+// can be left out, repeated or sent back. Used by one thread at a time.
+//
+//   length 4 | sealed message | tag 16        the length is of what follows
+class Seal {
+ public:
+  static constexpr std::size_t kTag = 16;
+
+  Seal() = default;  // of no connection
+  Seal(const SessionKeys& keys, End end);
+
+  // Returns the sealed message with the length before it. The other end must open messages in the order in which they
+  // were closed.
+  std::string close(std::string_view message);
+
+  // Opens a sealed message, without the length. Throws ClusterError where it is not the next one that the other end has
+  // closed.
+  std::string open(std::string_view sealed);
+
+ private:
+  Proof to_send_{}, to_receive_{};  // keys
+  std::uint64_t sent_ = 0, received_ = 0;
+};
+
+// A token that all processes of one user on one host have, for jobs whose launcher gives none.
+
+// Returns the 32 bytes of `home`/.lockstep/token, which only its owner may read, and makes a missing file. Empty where
+// nothing can be kept in `home`. Throws ClusterError, naming the file, where others could have read or written it.
+std::string user_token(const std::string& home);
+
+// The home folder of the user that this process acts for, by the system's list of users, else by HOME; may be empty.
+std::string home_of_user();
+
+// The token in the file `path`: 64 hexadecimal digits. Throws ClusterError that begins with `name`.
+std::string read_token(const std::string& name, const std::string& path);
 
 }  // namespace lockstep::transport

@@ -17,7 +17,6 @@
 
 #include "lockstep/base/error.h"
 #include "transport/acceptor.h"
-#include "transport/seal.h"
 #include "transport/socket.h"
 
 namespace lockstep::transport {

@@ -1,21 +1,51 @@
-// Memory that each rank of a host allocates and all of them can access. The memory grows as it is used: neither
-// addresses nor bytes of a file are reserved before.
+// Memory that each rank of a host allocates and all of them can access, and how parts of it are given out. The memory
+// grows as it is used: neither addresses nor bytes of a file are reserved before.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "base/mutex.h"
-#include "transport/heap.h"
 #include "transport/shared_space.h"
 
 namespace lockstep::transport {
 
+constexpr std::size_t kPage = 4096;
+
+// `bytes` rounded up to whole pages.
+constexpr std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+// Whole pages, first fit. Any thread.
+class Heap {
+ public:
+  Heap(std::byte* begin, std::size_t bytes);
+
+  // Zeroed; null where there is no room.
+  std::byte* take(std::size_t bytes);
+
+  // Gives the memory back to the system.
+  void give_back(std::byte* memory);
+
+  bool contains(const void* data, std::size_t bytes) const;
+  std::byte* begin() const { return begin_; }
+
+ private:
+  std::byte* const begin_;
+  const std::size_t bytes_;
+  Mutex mutex_;
+  std::map<std::byte*, std::size_t> free_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::map<std::byte*, std::size_t> taken_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+// Memory that each rank of a host allocates and all of them can access. The memory grows as it is used: neither
+// addresses nor bytes of a file are reserved before.
+//
 // One rank's own heap, and its view of the others'. Each is a file that grows by segments:
 //
 //   file of rank r   | segment 0 | segment 1 | ...

@@ -12,9 +12,9 @@
 #include "base/child_process_testing.h"
 #include "base/expect_says_testing.h"
 #include "base/text.h"
-#include "transport/all_gather.h"
+#include "transport/connections.h"
 #include "transport/shared_heap.h"
-#include "transport/shared_rendezvous.h"
+#include "transport/shared_space.h"
 
 namespace lockstep::transport {
 namespace {

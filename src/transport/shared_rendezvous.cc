@@ -1,4 +1,4 @@
-#include "transport/shared_rendezvous.h"
+#include "transport/shared_space.h"
 
 #include <poll.h>
 #include <sys/socket.h>

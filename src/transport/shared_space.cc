@@ -12,7 +12,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "transport/heap.h"
+#include "transport/shared_heap.h"
 
 namespace lockstep::transport {
 namespace {

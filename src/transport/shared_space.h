@@ -16,8 +16,9 @@
 #include <vector>
 
 #include "base/failure.h"
-#include "base/file_descriptor.h"
+#include "base/file.h"
 #include "lockstep/base/deadline.h"
+#include "transport/connections.h"
 #include "transport/signal.h"
 
 namespace lockstep::transport {
@@ -183,5 +184,17 @@ class SpaceMember {
   const std::vector<FileDescriptor> pidfds_;
   const std::vector<int> names_;
 };
+
+// How the processes of a host come to share a space. Rank 0 makes the memory; `layout` must be equal on all ranks. Rank
+// 0 hands the memory to processes of its user, over a Unix socket with a random name in the abstract namespace. Each
+// rank gets a pidfd of every other. Collective. `names` are SpaceMember's. Throws ClusterError, and DeadlineExceeded
+// naming the ranks that did not come.
+struct SharedRendezvous {
+  std::unique_ptr<SpaceMember> member;
+  std::vector<FileDescriptor> heaps;  // [rank]: a file of memory that the rank alone lets grow
+};
+SharedRendezvous rendezvous_in_shared_memory(int rank, const SpaceLayout& layout, std::int64_t generation,
+                                             SpinThenBlock spin, const std::vector<int>& names,
+                                             const AllGather& all_gather, Deadline deadline);
 
 }  // namespace lockstep::transport

@@ -7,7 +7,7 @@
 #include <span>
 #include <string>
 
-#include "base/file_descriptor.h"
+#include "base/file.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/transport/access.h"

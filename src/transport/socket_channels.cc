@@ -1,4 +1,4 @@
-#include "transport/socket_channels.h"
+#include "transport/network_channels.h"
 
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "base/fail_point.h"
+#include "base/failure.h"
 
 namespace lockstep::transport {
 namespace {

@@ -1,6 +1,6 @@
 // Stands in for ucx/ where a build has no UCX.
 #include "lockstep/base/error.h"
-#include "transport/ucx_channels.h"
+#include "transport/network_channels.h"
 
 namespace lockstep::transport {
 

@@ -2,7 +2,7 @@
 #include <fuzzer/FuzzedDataProvider.h>
 #include <unistd.h>
 
-#include "grpc_service/answer.h"
+#include "grpc_service/engine.h"
 #include "grpc_service/frames.h"
 #include "parameter_server/served_models.h"
 #include "tests/fuzz/fuzz.h"

@@ -2,11 +2,10 @@
 #include <sys/socket.h>
 
 #include "cluster/store_server.h"
-#include "cluster/strings.h"
+#include "cluster/store_texts.h"
 #include "lockstep/base/error.h"
 #include "tests/fuzz/fuzz.h"
 #include "transport/handshake.h"
-#include "transport/seal.h"
 #include "transport/socket.h"
 
 namespace lockstep {

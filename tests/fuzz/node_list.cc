@@ -1,5 +1,5 @@
 // Slurm's lists of nodes and of tasks.
-#include "cluster/node_list.h"
+#include "cluster/resolvers.h"
 #include "tests/fuzz/fuzz.h"
 
 void lockstep::fuzz(const std::string& bytes) {

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/file_descriptor.h"
+#include "base/file.h"
 #include "base/text.h"
 
 namespace lockstep {

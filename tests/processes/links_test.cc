@@ -9,7 +9,7 @@
 #include "lockstep/cluster/store.h"
 #include "tests/processes/hosts.h"
 #include "tests/processes/processes.h"
-#include "transport/ucx_channels.h"
+#include "transport/network_channels.h"
 
 namespace lockstep {
 namespace {

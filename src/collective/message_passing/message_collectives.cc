@@ -1,8 +1,8 @@
-#include "collective/message_passing/message_collectives.h"
+#include "collective/message_passing/algorithms.h"
 
 #include <algorithm>
 
-#include "kernels/accumulate.h"
+#include "kernels/reduce.h"
 
 namespace lockstep::collective {
 namespace {

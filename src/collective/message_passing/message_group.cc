@@ -2,8 +2,10 @@
 
 #include <numeric>
 
-#include "collective/message_passing/message_collectives.h"
+#include "collective/make.h"
+#include "collective/message_passing/algorithms.h"
 #include "collective/messages.h"
+#include "transport/network_channels.h"
 
 namespace lockstep::collective {
 
@@ -47,6 +49,22 @@ const char* MessageGroup::exchange(std::span<const Call> calls, Deadline deadlin
 std::shared_ptr<GroupBackend> MessageGroup::make(cluster::Bootstrap& members, Deadline deadline) const {
   return std::make_shared<MessageGroup>(name_, make_channels_(members, deadline), members.generation(), implementation_,
                                         make_channels_);
+}
+
+// The backends "tcp" and "ucx": messages over a network.
+std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, cluster::Bootstrap& members,
+                                                   const Place& place, const GroupOptions& options,
+                                                   transport::SpinThenBlock spin, Deadline deadline) {
+  const bool sockets = network == "tcp";
+  const MessageGroup::MakeChannels make_channels = [=](cluster::Bootstrap& who, Deadline until) {
+    const auto make = sockets ? transport::make_socket_channels : transport::make_ucx_channels;
+    const transport::AllGather all_gather = [&](const std::string& mine) { return who.all_gather(mine, until); };
+    return make(
+        {who.rank(), who.size(), who.generation(), place.address, place.access, spin, options.lost_host_seconds},
+        all_gather, until);
+  };
+  return std::make_shared<MessageGroup>(sockets ? "tcp" : "ucx", make_channels(members, deadline), members.generation(),
+                                        options.implementation, make_channels);
 }
 
 }  // namespace lockstep::collective

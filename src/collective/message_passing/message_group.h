@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "collective/backend.h"
-#include "collective/message_passing/team.h"
+#include "collective/message_passing/algorithms.h"
 #include "lockstep/collective/make_group.h"
 
 namespace lockstep::collective {

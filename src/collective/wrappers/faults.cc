@@ -1,7 +1,7 @@
 #include <csignal>
 #include <thread>
 
-#include "base/fail_point.h"
+#include "base/failure.h"
 #include "base/text.h"
 #include "collective/wrappers/wrapper.h"
 #include "lockstep/collective/group_wrappers.h"

@@ -7,9 +7,8 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/text.h"
-#include "cluster/published_texts.h"
+#include "cluster/store_texts.h"
 #include "collective/calls.h"
-#include "collective/wrappers/published_timeline.h"
 #include "collective/wrappers/wrapper.h"
 #include "lockstep/collective/group_wrappers.h"
 

@@ -2,11 +2,9 @@
 #include <filesystem>
 #include <utility>
 
-#include "checkpoint/atomic_file.h"
 #include "checkpoint/files.h"
 #include "checkpoint/folder_lock.h"
 #include "checkpoint/own_files.h"
-#include "checkpoint/remove_at_success.h"
 #include "checkpoint/sharded_archive.h"
 #include "lockstep/train/model.h"
 #include "lockstep/train/saving_callbacks.h"

@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/file.h"
 #include "base/log.h"
-#include "base/regular_file.h"
 #include "base/text.h"
-#include "checkpoint/atomic_file.h"
+#include "checkpoint/files.h"
 #include "lockstep/base/error.h"
 #include "lockstep/train/callbacks.h"
 

@@ -11,7 +11,7 @@
 #include <iostream>
 #include <optional>
 
-#include "base/file_descriptor.h"
+#include "base/file.h"
 #include "base/text.h"
 
 namespace lockstep::train {

@@ -3,7 +3,7 @@
 #include <torch/nn/modules/embedding.h>
 
 #include "lockstep/ops/ops.h"
-#include "train/layers/parameter_module.h"
+#include "train/layers/specs.h"
 
 namespace lockstep {
 namespace {

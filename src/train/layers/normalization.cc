@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "ops/traced_program.h"
-#include "train/layers/parameter_module.h"
+#include "train/layers/specs.h"
 
 namespace lockstep {
 namespace {

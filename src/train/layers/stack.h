@@ -12,8 +12,39 @@
 #include <vector>
 
 #include "lockstep/data/dataset.h"
+#include "lockstep/strategy/pipeline_stage.h"
 #include "lockstep/train/layers.h"
-#include "train/layers_module.h"
+
+namespace lockstep::train {
+
+// Models that are made of layers one after the other, which can be cut into stages.
+
+// Layers `first` to `first + count`, called "0", "1", ... by their numbers in the model.
+// Layers one after the other. Their names in the model: "0", "1", ...; or, if they are not `numbered`, those of the
+// submodules of each, which differ.
+struct Layers {
+  std::vector<PipelineStage> layers;
+  bool numbered = true;
+};
+
+// Some layers of a model as one module.
+struct LayersModule : torch::nn::Module {
+  LayersModule(const std::vector<PipelineStage>& all, std::size_t first, std::size_t count) {
+    for (std::size_t i = first; i < first + count; ++i) {
+      layers.push_back(all[i]);
+      modules.push_back(register_module(std::to_string(i), all[i].make()));
+    }
+  }
+  Tensor forward(Tensor x) {
+    for (std::size_t i = 0; i < layers.size(); ++i) x = layers[i].forward(*modules[i], x);
+    return x;
+  }
+
+  std::vector<PipelineStage> layers;
+  std::vector<std::shared_ptr<torch::nn::Module>> modules;
+};
+
+}  // namespace lockstep::train
 
 namespace lockstep::internal {
 
@@ -66,5 +97,16 @@ class StackModule : public torch::nn::Module {
 
 // Returns the pieces of a StackModule for batches like `sample`, which Pipelines can have as layers.
 Layers pieces_of(const std::vector<Layer>& layers, const Example& sample);
+
+// Layers that are computed in one pass.
+
+// Computes `layers[i]` together with the layers after it that share one operator with it.
+struct Fused {
+  std::function<Tensor(const Tensor&)> forward;
+  std::size_t layers = 1;
+};
+
+// `built` are the layers, built, in their order.
+Fused fuse(const std::vector<Layer>& layers, const std::vector<BuiltLayer>& built, std::size_t i);
 
 }  // namespace lockstep::train

@@ -1,4 +1,4 @@
-#include "transport/ucx/library.h"
+#include "transport/ucx/worker.h"
 
 #include <dlfcn.h>
 

@@ -1,12 +1,11 @@
-#include "transport/ucx_channels.h"
+#include "transport/network_channels.h"
 
 #include <algorithm>
 #include <deque>
 
-#include "base/fail_point.h"
+#include "base/failure.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "transport/failure_channel.h"
 #include "transport/ucx/worker.h"
 
 namespace lockstep::transport {

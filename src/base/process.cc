@@ -1,0 +1,237 @@
+#include "base/process.h"
+
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <execinfo.h>
+#include <pthread.h>
+#include <sched.h>
+#include <semaphore.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "base/mutex.h"
+#include "base/text.h"
+#include "lockstep/base/version.h"
+
+namespace lockstep {
+
+namespace {
+
+// The cores that a cpu.max file allows; +inf when it sets no bound or cannot be read.
+double quota_of(const std::string& cpu_max_path) {
+  std::ifstream file(cpu_max_path);
+  double quota = 0, period = 0;
+  return file >> quota >> period && period > 0 ? quota / period : INFINITY;  // "max" is no number
+}
+
+// The bound in a memory.max file; +inf when it sets none or cannot be read.
+double memory_bound_of(const std::string& memory_max_path) {
+  std::ifstream file(memory_max_path);
+  double bound = 0;
+  return file >> bound ? bound : INFINITY;
+}
+
+// The smallest bound on the way from this process's control group to the root (cgroup v2), each read by `bound_of`.
+double smallest_bound(const char* file_name, double (*bound_of)(const std::string& path)) {
+  std::ifstream file("/proc/self/cgroup");
+  double smallest = INFINITY;
+  for (std::string line; std::getline(file, line);) {
+    if (!line.starts_with("0::")) continue;
+    for (std::string group = line.substr(3);; group.resize(group.rfind('/'))) {
+      smallest = std::min(smallest, bound_of("/sys/fs/cgroup" + group + "/" + file_name));
+      if (group.empty() || group.find('/') == std::string::npos) break;
+    }
+  }
+  return smallest;
+}
+
+int number_in(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  int number = 0;
+  return file >> number ? number : 0;
+}
+
+// The K of the entry nodeK in a core's folder.
+int memory_node_of(const std::filesystem::path& cpu) {
+  constexpr std::string_view kPrefix = "node";
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(cpu, ignored)) {
+    const auto name = entry.path().filename().string();
+    if (name.starts_with(kPrefix)) return std::atoi(name.c_str() + kPrefix.size());
+  }
+  return 0;
+}
+
+}  // namespace
+
+std::vector<int> cpus_by_place(std::vector<int> cpus, const std::string& system) {
+  std::map<int, std::array<int, 3>> places;
+  for (const int number : cpus) {
+    const auto cpu = std::filesystem::path(system) / "cpu" / ("cpu" + std::to_string(number));
+    places[number] = {memory_node_of(cpu), number_in(cpu / "topology/physical_package_id"),
+                      number_in(cpu / "topology/core_id")};
+  }
+  std::stable_sort(cpus.begin(), cpus.end(), [&](int a, int b) { return places[a] < places[b]; });
+  return cpus;
+}
+
+std::vector<int> allowed_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return {0};
+  std::vector<int> cpus;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+  }
+  return cpus;
+}
+
+int quota_cpu_count() {
+  constexpr double kMost = 1 << 20;
+  return static_cast<int>(std::clamp(std::ceil(smallest_bound("cpu.max", &quota_of)), 1.0, kMost));
+}
+
+int usable_cpu_count() { return std::min(static_cast<int>(allowed_cpus().size()), quota_cpu_count()); }
+
+namespace {
+std::atomic<int> sharing_memory{1};
+}  // namespace
+
+void share_memory_among(int processes) { sharing_memory.store(std::max(1, processes), std::memory_order_relaxed); }
+int processes_that_share_memory() { return sharing_memory.load(std::memory_order_relaxed); }
+
+std::size_t usable_memory_bytes() {
+  const auto machine = static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGESIZE));
+  return static_cast<std::size_t>(std::min(machine, smallest_bound("memory.max", &memory_bound_of)));
+}
+
+bool pin_current_thread(std::span<const int> cpus) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int cpu : cpus) CPU_SET(cpu, &set);
+  return pthread_setaffinity_np(pthread_self(), sizeof set, &set) == 0;
+}
+
+namespace {
+
+constexpr int kMostFrames = 48, kOwnFrames = 2;  // the handler, and what the system calls it from
+constexpr int kToAnswerSeconds = 1;
+
+// The handler of the asked thread writes to this. A late handler finds that another thread is asked, or none.
+struct Answer {
+  std::atomic<int> asked{0};  // the thread
+  std::array<void*, kMostFrames> frames{};
+  int count = 0;
+  sem_t given{};
+};
+Answer& answer() {
+  static Answer shared;
+  return shared;
+}
+
+void give_frames(int) {
+  const int saved = errno;
+  auto& shared = answer();
+  int self = static_cast<int>(syscall(SYS_gettid));
+  if (shared.asked.compare_exchange_strong(self, 0)) {
+    shared.count = backtrace(shared.frames.data(), kMostFrames);
+    sem_post(&shared.given);
+  }
+  errno = saved;
+}
+
+std::string name_of_frame(void* frame) {
+  Dl_info info{};
+  if (dladdr(frame, &info) == 0 || info.dli_fname == nullptr) return text(frame);
+  const auto library = std::filesystem::path(info.dli_fname).filename().string();
+  const auto offset = static_cast<const char*>(frame) - static_cast<const char*>(info.dli_fbase);
+  const auto place = text(library, "+0x", std::hex, offset);
+  if (info.dli_sname == nullptr) return place;
+  int failed = 0;
+  const std::unique_ptr<char, decltype(&std::free)> name(abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &failed),
+                                                         &std::free);
+  return text(failed == 0 ? name.get() : info.dli_sname, " (", place, ")");
+}
+
+std::string frames_of(int thread, int signal) {
+  auto& shared = answer();
+  shared.asked = thread;
+  if (syscall(SYS_tgkill, getpid(), thread, signal) != 0) return "";
+  timespec until{};
+  clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_sec += kToAnswerSeconds;
+  while (sem_timedwait(&shared.given, &until) != 0) {
+    if (errno == EINTR) continue;
+    int still_asked = thread;
+    if (shared.asked.compare_exchange_strong(still_asked, 0)) return "  does not answer\n";
+  }  // it is just answering
+  std::string lines;
+  for (int i = kOwnFrames; i < shared.count; ++i)
+    lines += text("  ", name_of_frame(shared.frames[static_cast<std::size_t>(i)]), "\n");
+  return lines;
+}
+
+}  // namespace
+
+std::string stacks_of_all_threads() {
+  static Mutex one_at_a_time;
+  MutexLock lock(one_at_a_time);
+  void* first = nullptr;
+  backtrace(&first, 1);  // the first call allocates memory, which a handler must not
+  sem_init(&answer().given, 0, 0);
+  const int signal = SIGRTMIN + 7;
+  struct sigaction action {};
+  action.sa_handler = &give_frames;
+  action.sa_flags = SA_RESTART;
+  sigaction(signal, &action, nullptr);
+  std::string all;
+  std::error_code failed;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task", failed)) {
+    std::string name;
+    std::ifstream(entry.path() / "comm") >> name;
+    const auto thread = std::stoi(entry.path().filename().string());
+    all += text("thread ", thread, " (", name, ")\n", frames_of(thread, signal));
+  }
+  // The handler stays: a thread that did not answer may still get its signal, which would end the process.
+  return all;
+}
+
+namespace {
+
+std::filesystem::path folder_of_this_library() {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<const void*>(&find_in_plugin), &info) == 0 || info.dli_fname == nullptr) return {};
+  return std::filesystem::path(info.dli_fname).parent_path();
+}
+
+}  // namespace
+
+void* find_in_plugin(const Plugin& plugin, const char* function, std::string& reason) {
+  const auto library = text("liblockstep_", plugin.name, ".so");
+  void* handle = dlopen((folder_of_this_library() / library).c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* const found = handle == nullptr ? nullptr : dlsym(handle, function);
+  if (found == nullptr) {
+    reason = text(plugin.needed_for, " need ", library, ", which the target lockstep_", plugin.name,
+                  " of a build with -D", plugin.option, "=ON makes: ", dlerror());
+  }
+  return found;
+}
+
+const char* version() { return LOCKSTEP_VERSION; }
+
+}  // namespace lockstep

@@ -1,0 +1,151 @@
+// Channels between hosts, over sockets or over UCX, and the channel on which hosts tell each other of failures.
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/failure.h"
+#include "base/file.h"
+#include "base/mutex.h"
+#include "lockstep/base/deadline.h"
+#include "transport/channels.h"
+#include "transport/connections.h"
+
+namespace lockstep::transport {
+
+// One connection to each other rank that carries failures only. When it ends, that rank is gone.
+//
+// One thread at a time waits and checks; any thread may call fail.
+//
+// When a deadline passes, ranks tell each other whom they wait for, and blame the awaited ranks that do not answer. So
+// a rank does not blame a neighbour that itself waits for another one.
+class FailureChannel {
+ public:
+  // `links[r]`: a connected socket to rank r; closed where r is `rank`. A host that does not answer for
+  // `lost_host_seconds` is lost, though not one whose processes do not.
+  FailureChannel(int rank, std::int64_t generation, double lost_host_seconds, std::vector<FileDescriptor> links);
+  // Leaves. Does not wait.
+  ~FailureChannel();
+  FailureChannel(const FailureChannel&) = delete;
+  FailureChannel& operator=(const FailureChannel&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(links_.size()); }
+
+  // Tells every rank. Each rank keeps the first failure that reaches it: this one, unless two came at the same time.
+  void fail(const Failure& failure);
+
+  // Raises the failure that is kept.
+  void check() {
+    if (failed_.load(std::memory_order_acquire)) [[unlikely]]
+      raise();
+  }
+
+  // Returns when poll(2) reports an event on `channels`; raises the failure that is kept, and DeadlineExceeded. `late`:
+  // the ranks that are waited for.
+  void wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation);
+
+  // As wait, but returns at once: raises the failure that is kept, and DeadlineExceeded.
+  void check(std::span<const int> late, Deadline deadline, const char* operation) {
+    check();
+    if (deadline.passed()) give_up(late, deadline, operation);
+  }
+
+  // Raises DeadlineExceeded, naming whom the ranks find to blame.
+  [[noreturn]] void give_up(std::span<const int> late, Deadline deadline, const char* operation);
+
+  // leave: says goodbye, so that others can tell leaving from dying. alone: whether all other ranks have left, or
+  // something failed. listen: receives the other ranks' messages until poll(2) reports an event on `channels` or a
+  // link.
+  void leave();
+  bool alone() const;
+  void listen(std::span<pollfd> channels, Deadline deadline);
+
+  // True where the link to `rank` has ended.
+  bool gone(int rank) const { return links_[static_cast<std::size_t>(rank)].ended; }
+
+  // A channel to `rank` has ended. Waits a moment for a message that says why, and raises PeerLost for who really is
+  // lost.
+  [[noreturn]] void lost(int rank, const char* operation);
+
+ private:
+  struct Link {
+    FileDescriptor socket;
+    std::vector<std::byte> partial_message;  // bytes of an incomplete message
+    bool ended = false;
+    bool left = false;  // it said goodbye
+    std::optional<Failure> last_error;
+  };
+
+  void receive(int rank);
+  bool is_first(const Failure& failure);  // keeps it and returns true where none was kept before
+  void record(const Failure& failure);
+  void send(const Failure& failure);
+  std::optional<Failure> current_failure();
+  [[noreturn]] void raise();
+  [[noreturn]] void find_to_blame(std::span<const int> late, double seconds, const char* operation);
+
+  const int rank_;
+  const std::int64_t generation_;
+  FileDescriptor wake_up_;   // an eventfd that fail() writes
+  std::vector<Link> links_;  // used by the waiting thread, but for sending
+  bool gave_up_ = false;     // of the thread that waits: it has told the others whom it waits for
+  bool left_ = false;
+  std::atomic<bool> failed_{false};
+  Mutex mutex_;
+  std::optional<Failure> failure_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+// Channels of TCP connections: one a pair of ranks for messages, and one for the failure channel.
+class SocketChannels final : public Channels {
+ public:
+  SocketChannels(const ChannelOptions& options, Sockets channels, Sockets alarms);
+  ~SocketChannels() override;
+
+  int rank() const override { return failure_channel_.rank(); }
+  int size() const override { return failure_channel_.size(); }
+  void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
+                const char* operation) override;
+  void fail(const Failure& failure) override { failure_channel_.fail(failure); }
+  void give_up(std::span<const int> late, Deadline deadline, const char* operation) override {
+    failure_channel_.give_up(late, deadline, operation);
+  }
+  void check() override { failure_channel_.check(); }
+
+ private:
+  struct Header;
+  struct Scratch;
+  struct Sending;
+  struct Receiving;
+
+  bool push(Sending& sending, const char* operation);
+  bool pull(Receiving& receiving, const char* operation);
+  int channel(int rank) const { return channels_[static_cast<std::size_t>(rank)].get(); }
+
+  const SpinThenBlock spin_;
+  const Sockets channels_;
+  FailureChannel failure_channel_;  // ends before the channels do, so that a goodbye comes before their end
+  const std::unique_ptr<Scratch> scratch_;
+};
+
+// Collective. Throws as connect_all does.
+std::unique_ptr<Channels> make_socket_channels(const ChannelOptions& options, const AllGather& all_gather,
+                                               Deadline deadline);
+
+// Channels over UCX: RDMA where the hosts have it. The failure channel uses sockets.
+bool ucx_is_built();
+
+// Says why UCX is not available; empty where it is.
+std::string why_no_ucx();
+
+// Collective. Throws InvalidArgument where this build or this machine has no UCX, ClusterError, and DeadlineExceeded
+// naming the ranks that did not come.
+std::unique_ptr<Channels> make_ucx_channels(const ChannelOptions& options, const AllGather& all_gather,
+                                            Deadline deadline);
+
+}  // namespace lockstep::transport
