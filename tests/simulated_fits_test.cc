@@ -183,8 +183,8 @@ void run(unsigned seed) {
   simulated::Job job(seed, drawn.fates);
   std::map<int, Outcome> outcomes;
   std::mutex mutex;
-  strategy::WorkerSettings settings{.shard_optimizer_state = drawn.program.shards,
-                                    .elastic = ElasticOptions{.join_seconds = 5}};
+  strategy::StrategySettings settings{.gradients = {.shard_state = drawn.program.shards}};
+  settings.workers = strategy::WorkerSettings{.elastic = ElasticOptions{.join_seconds = 5}};
   const auto errors = job.run(settings, [&](int worker, const Strategy& strategy) {
     const auto scope = strategy.scope();
     auto outcome = train(drawn.program, worker, [&] { job.begin_to_count(worker); });

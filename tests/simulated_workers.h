@@ -48,7 +48,7 @@ class Job {
   }
 
   // Runs body(strategy) on every worker at once. Element i is what worker i threw, or empty; "lost": it was.
-  std::vector<std::string> run(const strategy::WorkerSettings& settings,
+  std::vector<std::string> run(const strategy::StrategySettings& settings,
                                const std::function<void(int worker, const Strategy&)>& body) {
     std::vector<std::string> errors(workers_.size());
     std::vector<std::jthread> threads;
@@ -57,11 +57,11 @@ class Job {
         const int worker = static_cast<int>(i);
         wait_to_begin(worker);
         try {
-          auto of_worker = settings;
-          of_worker.membership = membership_of(worker);
-          strategy::StrategySettings all{
-              .devices = {"cpu:0"}, .threads_per_replica = 1, .timeouts = {.step = kSeconds}};
-          all.workers = std::move(of_worker);
+          auto all = settings;
+          all.devices = {"cpu:0"};
+          all.threads_per_replica = 1;
+          all.timeouts.step = kSeconds;
+          all.workers->membership = membership_of(worker);
           body(worker, Strategy(std::make_shared<StrategyImpl>(std::move(all))));
         } catch (const Lost&) {
           errors[i] = "lost";
