@@ -137,7 +137,7 @@ std::vector<std::vector<at::Tensor>> Programs::results(StrategyImpl& strategy, o
   try {
     auto results =
         launched.results(strategy.deadline(), watch_ ? [this] { watch_->check(); } : std::function<void()>());
-    strategy.count_run();
+    strategy.replicas().count_step();
     return results;
   } catch (const Aborted&) {
     await(launched);

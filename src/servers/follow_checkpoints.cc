@@ -18,8 +18,12 @@ constexpr std::chrono::seconds kToReplace(5);
 
 class Evaluator {
  public:
-  Evaluator(Model& model, const FitOptions& options)
-      : model_(model), impl_(unwrap(model)), servers_(servers_of(unwrap(impl_.strategy)).cluster()), options_(options) {
+  Evaluator(Model& model, const FitOptions& options, std::int64_t& evaluated_step)
+      : model_(model),
+        impl_(unwrap(model)),
+        servers_(servers_of(unwrap(impl_.strategy)).cluster()),
+        options_(options),
+        evaluated_step_(evaluated_step) {
     for (const auto& callback : options.callbacks) {
       callback->attach(model, {.epochs = options.epochs, .verbose = options.verbose});
     }
@@ -33,9 +37,9 @@ class Evaluator {
       checkpoint::ShardedArchive checkpoint(*path);
       const auto step = parameter_server::steps_of(checkpoint.main()).end;
       readable_by_.reset();
-      if (step == impl_.evaluated_step) return;
+      if (step == evaluated_step_) return;
       load(checkpoint.whole());
-      impl_.evaluated_step = step;
+      evaluated_step_ = step;
     } catch (const IoError& error) {
       return warn_if_it_stays(error.what());
     }
@@ -58,7 +62,7 @@ class Evaluator {
   void evaluate() {
     for (const auto& callback : options_.callbacks) callback->on_test_begin();
     const auto logs = train::evaluate_values(model_, *options_.validation_data, options_.validation_steps);
-    if (options_.verbose != 0) train::print_line(text("checkpoint of step ", impl_.evaluated_step), logs);
+    if (options_.verbose != 0) train::print_line(text("checkpoint of step ", evaluated_step_), logs);
     for (const auto& callback : options_.callbacks) callback->on_test_end(logs);
   }
 
@@ -66,18 +70,20 @@ class Evaluator {
   ModelImpl& impl_;
   const parameter_server::ServerCluster& servers_;
   const FitOptions& options_;
+  std::int64_t& evaluated_step_;
   std::optional<Deadline> readable_by_;  // while the last checkpoint cannot be read
   bool warned_ = false;
 };
 
 }  // namespace
 
-void follow_checkpoints(Model& model, const FitOptions& options, std::int64_t call, const train::SignalGuard& signals) {
+void follow_checkpoints(Model& model, const FitOptions& options, std::int64_t call, std::int64_t& evaluated_step,
+                        const train::SignalGuard& signals) {
   if (!options.validation_data) {
     log_warning("fit: this process is an evaluator, and there are no validation_data");
     return;
   }
-  Evaluator evaluator(model, options);
+  Evaluator evaluator(model, options, evaluated_step);
   auto& servers = servers_of(unwrap(model.strategy())).cluster();
   const auto interrupted = [&] { return signals.received() != 0; };
   const auto outcome = [&](auto& chief, Deadline deadline) { return chief.outcome(call, deadline); };

@@ -51,7 +51,8 @@ class Worker {
         data_(data),
         options_(options),
         servers_(servers_of(unwrap(impl_.strategy)).cluster()),
-        batches_(strategy::distribute_ahead(data, unwrap(impl_.strategy).local_replicas())),
+        batches_(
+            strategy::distribute_ahead(data, unwrap(impl_.strategy).local_replicas(unwrap(impl_.strategy).topology()))),
         call_(call),
         signals_(signals) {}
 
@@ -97,8 +98,10 @@ class Worker {
  private:
   // Loads the chief's values; false where the fit has ended. Throws Interrupted where a signal came before that.
   bool start() {
-    const auto plan = text(train::describe_fit(impl_, data_, options_, unwrap(impl_.strategy).local_replicas()), "\n",
-                           impl_.parameters->describe_frozen());
+    const auto plan =
+        text(train::describe_fit(impl_, data_, options_,
+                                 unwrap(impl_.strategy).local_replicas(unwrap(impl_.strategy).topology())),
+             "\n", impl_.parameters->describe_frozen());
     while (true) {
       if (const int signal = signals_.received(); signal != 0) throw Interrupted(signal);
       const auto printed = ask(
@@ -158,7 +161,8 @@ void tell_chief(parameter_server::ServerCluster& servers, std::int64_t call, con
 
 }  // namespace
 
-std::string follow_chief(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call) {
+std::string follow_chief(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call,
+                         std::int64_t& evaluated_step) {
   auto& impl = unwrap(model);
   auto& servers = servers_of(unwrap(impl.strategy)).cluster();
   const bool works = servers.roles().mine == parameter_server::Role::worker;
@@ -170,7 +174,8 @@ std::string follow_chief(Model& model, const Dataset& data, const FitOptions& op
     impl.follow_requires_grad();
     impl.require_trainable();
     if (works) Worker(model, kept, options, call, signals).run();
-    if (servers.roles().mine == parameter_server::Role::evaluator) follow_checkpoints(model, options, call, signals);
+    if (servers.roles().mine == parameter_server::Role::evaluator)
+      follow_checkpoints(model, options, call, evaluated_step, signals);
   } catch (const Interrupted&) {
     throw;
   } catch (const std::exception& error) {

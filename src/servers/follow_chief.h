@@ -16,13 +16,16 @@ namespace lockstep::servers {
 // Follows the chief's fit, call number `call`: a worker computes the steps that the chief assigns, a server makes its
 // part of the model, an evaluator follows checkpoints. Returns the fit's outcome (evaluate.h). Throws what a step
 // throws, and Interrupted: a worker after its step, a server when the chief has ended the fit.
-std::string follow_chief(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call);
+// `evaluated_step`: an evaluator's, the step of the last checkpoint that it evaluated.
+std::string follow_chief(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call,
+                         std::int64_t& evaluated_step);
 
 // fit on the evaluator of a cluster with parameter servers. Evaluates validation_data with the full checkpoints that
 // the chief writes in its fit, call number `call`. A checkpoint that is replaced before it was read is left out. Prints
 // the results, and gives them to the callbacks' on_test_end. Returns after the last checkpoint when the chief's fit has
 // ended, or when a signal came; at once where there are no validation_data. Follows keras.utils.SidecarEvaluator.
-void follow_checkpoints(Model& model, const FitOptions& options, std::int64_t call, const train::SignalGuard& signals);
+void follow_checkpoints(Model& model, const FitOptions& options, std::int64_t call, std::int64_t& evaluated_step,
+                        const train::SignalGuard& signals);
 
 // The buffers of a model whose variables are on parameter servers: workers report them to the chief.
 

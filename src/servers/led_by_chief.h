@@ -18,9 +18,8 @@ class LedByChief final : public train::Lead {
   LedByChief(ModelImpl& impl, parameter_server::ServerCluster& servers) : Lead(impl), servers_(servers) {}
 
   void once(const std::function<void()>& act) const override;
-  std::string follow_fit(Model& model, const Dataset& data, const FitOptions& options,
-                         std::int64_t call) const override {
-    return follow_chief(model, data, options, call);
+  std::string follow_fit(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call) override {
+    return follow_chief(model, data, options, call, evaluated_step_);
   }
   bool needs_each_step() const override { return true; }
   void prepare_fit(const Dataset& data) override;
@@ -54,7 +53,8 @@ class LedByChief final : public train::Lead {
   void tell_workers() const;
 
   parameter_server::ServerCluster& servers_;
-  std::int64_t call_ = 0;  // the number of the call that the chief makes
+  std::int64_t call_ = 0;             // the number of the call that the chief makes
+  std::int64_t evaluated_step_ = -1;  // an evaluator's: the step of the last checkpoint that it evaluated
 };
 
 // Makes the steps of the chief of a cluster with parameter servers, whose fit is call number `call`.

@@ -35,18 +35,17 @@ const Group& Replicas::group(int replica) const {
   const auto& data = workers_.topology().data;
   if (data.size() == 1) return local_group(replica);
   if (count() == 1) return data.group();
-  auto& group = groups_[static_cast<std::size_t>(replica)];
-  if (!group) group = workers_.replica_group(replica);
-  return *group;
+  if (const auto* const made = made_group(replica)) return *made;
+  auto& own = groups_[static_cast<std::size_t>(replica)];
+  own = {workers_.replica_group(replica), data.regroups()};
+  return *own.group;
 }
 
-void Replicas::forget_groups() {
-  for (auto& group : groups_) group.reset();
+const Group* Replicas::made_group(int replica) const {
+  const auto& own = groups_[static_cast<std::size_t>(replica)];
+  return own.group && own.regroups == workers_.topology().data.regroups() ? &*own.group : nullptr;
 }
 
-void Replicas::fail(int replica) const {
-  const auto& group = groups_[static_cast<std::size_t>(replica)];
-  workers_.fail(replica, local_group(replica), group ? &*group : nullptr);
-}
+void Replicas::fail(int replica) const { workers_.fail(replica, local_group(replica), made_group(replica)); }
 
 }  // namespace lockstep::strategy

@@ -4,6 +4,8 @@
 #include <ATen/DeviceGuard.h>
 #include <c10/core/Device.h>
 
+#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -35,14 +37,22 @@ class Replicas {
   ops::ReplicaRandom& random(int replica) const { return *random_[static_cast<std::size_t>(replica)]; }
 
   // Return replica `replica`'s handle of the Group of this process's replicas, and of all workers'. All replicas make
-  // the second when they first ask for it.
+  // the second when they first ask for it, and anew after the workers have regrouped.
   const Group& local_group(int replica) const { return local_groups_[static_cast<std::size_t>(replica)]; }
   const Group& group(int replica) const;
 
-  // The workers have regrouped: the replicas make the Group of all anew.
-  void forget_groups();
+  // Count the steps of all replicas that have ended: a call of this process's threads, or a compiled step. Any thread.
+  void count_step() { ended_steps_.fetch_add(1, std::memory_order_relaxed); }
+  std::uint64_t ended_steps() const { return ended_steps_.load(std::memory_order_relaxed); }
 
  private:
+  // The Group of all workers' replicas, which is of no use any more once the workers have regrouped.
+  struct GroupOfAll {
+    std::optional<Group> group = {};
+    std::int64_t regroups = 0;
+  };
+
+  const Group* made_group(int replica) const;  // null where the replicas have not made it since the workers regrouped
   int spin_rounds() const;
   void make_local_groups() { local_groups_ = make_thread_groups(count(), spin_rounds()); }
   void fail(int replica) const;  // for the exception that is handled
@@ -52,7 +62,8 @@ class Replicas {
   std::vector<c10::Device> devices_;                         // [replica]
   std::vector<std::unique_ptr<ops::ReplicaRandom>> random_;  // [replica]
   std::vector<Group> local_groups_;                          // [replica]
-  mutable std::vector<std::optional<Group>> groups_;         // [replica]: all workers' replicas; that replica's own
+  mutable std::vector<GroupOfAll> groups_;                   // [replica]: that replica's own
+  std::atomic<std::uint64_t> ended_steps_ = 0;
   ReplicaThreads threads_;
 };
 

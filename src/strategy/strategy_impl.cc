@@ -3,7 +3,6 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
-#include <cmath>
 #include <set>
 
 #include "base/hash.h"
@@ -58,16 +57,6 @@ StrategyImpl::~StrategyImpl() {
   if (workers_.membership() != nullptr) workers_.membership()->leave();
 }
 
-void StrategyImpl::regroup(const elastic::Change& change) {
-  workers_.regroup(change);
-  replicas_.forget_groups();
-}
-
-void StrategyImpl::join() {
-  workers_.join();
-  replicas_.forget_groups();
-}
-
 std::string StrategyImpl::describe() const {
   const auto& elastic = settings_.workers->elastic;
   const auto& gradients = settings_.gradients;
@@ -81,15 +70,6 @@ std::string StrategyImpl::describe() const {
               elastic ? std::to_string(elastic->min_workers) : "none", "\nelastic.worker_batch.learning_rate_workers ",
               settings_.worker_batch ? std::to_string(settings_.worker_batch->learning_rate_workers) : "none",
               kind().describe());
-}
-
-double StrategyImpl::learning_rate_factor() const {
-  const auto& batch = settings_.worker_batch;
-  if (!batch) return 1;
-  const double ratio = static_cast<double>(topology().all.size()) / batch->learning_rate_workers;
-  const double factor = batch->scaling(ratio);
-  if (factor > 0 && std::isfinite(factor)) return factor;
-  throw InvalidArgument(text("elastic.worker_batch.scaling(", ratio, ") is ", factor, "; it must be above 0"));
 }
 
 std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& optimizer,
@@ -123,7 +103,7 @@ void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {
     const ops::ReplicaRandom::Use use(replicas_.random(replica));
     function(context);
   });
-  count_run();
+  replicas_.count_step();
 }
 
 }  // namespace lockstep

@@ -1,7 +1,6 @@
 // The implementation of Strategy: its decisions, its workers, this process's replicas, and their random numbers.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -64,16 +63,8 @@ class StrategyImpl {
   const strategy::Replicas& replicas() const { return replicas_; }
   strategy::RunSeeds& seeds() { return seeds_; }
 
-  // Call Workers::regroup and join; the replicas' Groups follow.
-  void regroup(const elastic::Change& change);
-  void join();
-
   // Returns the lines that must be the same for all workers.
   std::string describe() const;
-
-  // Returns the factor of an elastic strategy's rates, for as many workers as there are. Throws InvalidArgument where
-  // the user's rule returns no positive number.
-  double learning_rate_factor() const;
 
   std::shared_ptr<GradientPath> make_gradient_path(const Optimizer& optimizer,
                                                    std::shared_ptr<ReplicatedParameters> parameters) const;
@@ -89,12 +80,7 @@ class StrategyImpl {
   // Does what Replicas::run does, for a step, with each replica's own random numbers.
   void run(const std::function<void(ReplicaContext&)>& function);
 
-  // Count the `run`s, and compiled steps, that have ended. Any thread.
-  void count_run() { ended_runs_.fetch_add(1, std::memory_order_relaxed); }
-  std::uint64_t ended_runs() const { return ended_runs_.load(std::memory_order_relaxed); }
-
-  // Return this process's replicas among those that share the data, by the strategy's topology or another one.
-  internal::LocalReplicas local_replicas() const { return local_replicas(topology()); }
+  // Returns this process's replicas among those that share the data, by this topology: the strategy's, or a model's.
   internal::LocalReplicas local_replicas(const Topology& topology) const;
 
   // Returns where variables live: with GPUs, a copy on each; with several GPUs, updates are made in host memory.
@@ -105,7 +91,6 @@ class StrategyImpl {
   strategy::RunSeeds seeds_;
   strategy::Workers workers_;
   strategy::Replicas replicas_;
-  std::atomic<std::uint64_t> ended_runs_ = 0;
 };
 
 }  // namespace lockstep

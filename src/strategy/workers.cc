@@ -1,5 +1,7 @@
 #include "strategy/workers.h"
 
+#include <cmath>
+
 #include "base/text.h"
 #include "elastic/membership.h"
 
@@ -19,6 +21,7 @@ Topology topology_of(const StrategySettings& settings) {
 Workers::Workers(const StrategySettings& settings)
     : kind_(*settings.kind),
       settings_(settings.workers),
+      batch_(settings.worker_batch),
       timeouts_(settings.timeouts),
       topology_(topology_of(settings)) {}
 
@@ -45,6 +48,14 @@ std::vector<std::string> Workers::hosts() const {
   for (auto rank = static_cast<std::size_t>(topology_.part); rank < processes.size(); rank += row)
     hosts.push_back(processes[rank].host);
   return hosts;
+}
+
+double Workers::learning_rate_factor() const {
+  if (!batch_) return 1;
+  const double ratio = static_cast<double>(topology_.all.size()) / batch_->learning_rate_workers;
+  const double factor = batch_->scaling(ratio);
+  if (factor > 0 && std::isfinite(factor)) return factor;
+  throw InvalidArgument(text("elastic.worker_batch.scaling(", ratio, ") is ", factor, "; it must be above 0"));
 }
 
 void Workers::fail(int replica, const Group& local, const Group* of_all) const {

@@ -62,12 +62,17 @@ class Workers {
     abort_on_error(topology_.all, act);
   }
 
-  // Does what collective::check_on_all does, over the workers. An elastic strategy calls check() alone: the others go
-  // on without a worker that fails.
-  void check_on_all(const std::function<void()>& check) const {
+  // Do what collective::check_on_all does, over the workers or other ranks. An elastic strategy calls check() alone:
+  // the others go on without a worker that fails.
+  void check_on_all(const std::function<void()>& check) const { check_on_all(topology_.all, "worker", check); }
+  void check_on_all(const Communicator& ranks, const char* rank, const std::function<void()>& check) const {
     if (is_elastic()) return check();
-    collective::check_on_all(topology_.all, "worker", check);
+    collective::check_on_all(ranks, rank, check);
   }
+
+  // Returns the factor of the rates where each worker brings a batch of its own, for as many workers as there are.
+  // Throws InvalidArgument where the user's rule returns no positive number.
+  double learning_rate_factor() const;
 
   // Tells the workers that wait for this one that it fails, before its Groups are aborted: whoever notices that finds
   // the reason.
@@ -90,6 +95,7 @@ class Workers {
 
   const Kind& kind_;
   const std::optional<WorkerSettings>& settings_;
+  const std::optional<WorkerBatch>& batch_;
   const Timeouts timeouts_;
   Topology topology_;
   std::int64_t trainings_ = 0;

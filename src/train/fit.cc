@@ -140,10 +140,11 @@ class Fit {
   void build_for_first_batch() {
     impl_.build_for(data_, "fit");
     if (options_.validation_data) validation_data_ = options_.validation_data->keeping_first();
-    impl_.check_on_all("fit", [this] {
+    impl_.check_on_all([this] {
       impl_.follow_requires_grad();
       impl_.require_trainable();
-      train::require_validation_data(validation_data_, options_, unwrap(impl_.strategy).local_replicas());
+      train::require_validation_data(validation_data_, options_,
+                                     unwrap(impl_.strategy).local_replicas(unwrap(impl_.strategy).topology()));
     });
     impl_.gradients->prepare();
     impl_.state.tracker->reset();
@@ -370,7 +371,7 @@ History Model::fit(const Dataset& data, const FitOptions& options) {
   impl_->require_compiled("fit");
   if (impl_->fit.training != nullptr)
     throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
-  impl_->check_on_all("fit", [&] { train::check_fit_options(data, options); });
+  impl_->check_on_all([&] { train::check_fit_options(data, options); });
   impl_->lead->prepare_fit(data);
   return impl_->lead->call(
       "fit", [&] { return Fit(*this, data, options).run(); },

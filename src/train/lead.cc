@@ -12,7 +12,7 @@ std::shared_ptr<Lead> Lead::of(ModelImpl& impl) {
 }
 
 std::string Lead::follow_fit(Model& /*model*/, const Dataset& /*data*/, const FitOptions& /*options*/,
-                             std::int64_t /*call*/) const {
+                             std::int64_t /*call*/) {
   return {};
 }
 

@@ -41,7 +41,7 @@ class Lead {
   virtual void once(const std::function<void()>& act) const { act(); }
 
   // Does what fit does on a process that follows the chief's call, and returns the outcome of the chief's.
-  virtual std::string follow_fit(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call) const;
+  virtual std::string follow_fit(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call);
 
   // True where the processes must meet after each step.
   virtual bool needs_each_step() const;

@@ -54,7 +54,7 @@ class LocalSteps final : public StepSource {
   void train() override {
     if (std::exchange(regroups_, peers().regroups()) != peers().regroups())
       read_ = as_read_now({iterator_->parts_again()}, read_.first_size);
-    impl_.gradients->updater().set_learning_rate_factor(unwrap(impl_.strategy).learning_rate_factor());
+    impl_.gradients->updater().set_learning_rate_factor(unwrap(impl_.strategy).workers().learning_rate_factor());
     results_ = impl_.execution->train(read_.batches, *impl_.state.tracker, std::move(read_.prepared),
                                       [this] { read_ahead(); });
   }

@@ -67,7 +67,7 @@ void ModelImpl::build_for(const Dataset& data, const char* caller) {
   all.workers().abort_on_error([&] {
     Example first;
     all.workers().check_on_all([&] {
-      first = strategy::first_element(data, all.local_replicas());
+      first = strategy::first_element(data, all.local_replicas(all.topology()));
       if (!first.x.defined()) throw InvalidArgument(text(caller, ": the data set is empty"));
       strategy::check_batch(first);
     });
@@ -96,12 +96,8 @@ ModelImpl::Numbers ModelImpl::in_section(const std::string& what, const std::fun
   return train::Training::of(worker)->run_or_act(act);
 }
 
-void ModelImpl::check_on_all(const std::string& what, const std::function<void()>& check) {
-  if (unwrap(strategy).workers().is_elastic()) return check();  // the others go on without a worker that fails
-  in_section(what, [&] {
-    collective::check_on_all(topology.peers, topology.all.size() > 1 ? "worker" : "rank", check);
-    return Numbers();
-  });
+void ModelImpl::check_on_all(const std::function<void()>& check) {
+  unwrap(strategy).workers().check_on_all(topology.peers, topology.all.size() > 1 ? "worker" : "rank", check);
 }
 
 void ModelImpl::require_built(const char* caller) const {

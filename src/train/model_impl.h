@@ -89,8 +89,8 @@ class ModelImpl {
     });
   }
 
-  // Does what collective::check_on_all does, over topology.peers. `what`: as in_section's.
-  void check_on_all(const std::string& what, const std::function<void()>& check);
+  // Calls Workers::check_on_all, over topology.peers.
+  void check_on_all(const std::function<void()>& check);
 
   // Return this process's replicas among those that share the data, and a replica's number among them. Call them after
   // build and compile.
@@ -118,7 +118,6 @@ class ModelImpl {
   std::string frozen;                               // describe_frozen(), when it was last called
   int part_of_step = 0;  // its part, where several workers of parameter servers compute a step
   StepTimes times;
-  std::int64_t evaluated_step = -1;  // an evaluator's: the step of the last checkpoint that it evaluated
 };
 
 }  // namespace lockstep

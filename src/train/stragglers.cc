@@ -59,11 +59,11 @@ using Clock = std::chrono::steady_clock;
 void watch(const std::stop_token& stop, const StrategyImpl& strategy, const std::string& what, double limit_seconds) {
   const std::chrono::duration<double> between(std::min(1.0, limit_seconds / 4));
   auto since = Clock::now();
-  std::uint64_t last = strategy.ended_runs();
+  std::uint64_t last = strategy.replicas().ended_steps();
   bool logged = false;
   while (!stop_requested_by(Deadline::after(between), stop)) {
     const auto now = Clock::now();
-    if (const auto ended = strategy.ended_runs(); ended != last) {
+    if (const auto ended = strategy.replicas().ended_steps(); ended != last) {
       last = ended;
       since = now;
       logged = false;

@@ -22,12 +22,12 @@ std::string TrainingWorker::broadcast_part(const std::string& bytes, int row) {
 void TrainingWorker::regroup(const elastic::Change& change) {
   began_ = std::chrono::steady_clock::now();
   was_chief_ = strategy_.topology().is_chief();
-  strategy_.regroup(change);
+  strategy_.workers().regroup(change);
 }
 
 void TrainingWorker::join() {
   began_ = std::chrono::steady_clock::now();
-  strategy_.join();
+  strategy_.workers().join();
 }
 
 // Keeps the first loss, which is the cause of the others.
