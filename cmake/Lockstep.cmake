@@ -56,7 +56,7 @@ function(lockstep_sources variable library)
   lockstep_unity(${library} ${LOCKSTEP_UNITY_BYTES} ${sources})
   # Highway includes each file again, once an instruction set: without SSSE3, so that a processor that has SSSE3 and not SSE4 uses plain loops.
   set_source_files_properties(${kernels} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON COMPILE_OPTIONS
-    "$<IF:$<BOOL:${LOCKSTEP_NATIVE_KERNELS}>,-march=native;-DHWY_COMPILE_ONLY_STATIC,-DHWY_DISABLED_TARGETS=HWY_SSSE3>")
+    "$<IF:$<BOOL:${LOCKSTEP_NATIVE_KERNELS}>,-march=native;-ffp-contract=off;-DHWY_COMPILE_ONLY_STATIC,-DHWY_DISABLED_TARGETS=HWY_SSSE3>")
   set(${variable} ${sources} ${kernels} PARENT_SCOPE)
 endfunction()
 

@@ -222,12 +222,13 @@ std::filesystem::path folder_of_this_library() {
 
 void* find_in_plugin(const Plugin& plugin, const char* function, std::string& reason) {
   const auto library = text("liblockstep_", plugin.name, ".so");
-  void* handle = dlopen((folder_of_this_library() / library).c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  const auto here = folder_of_this_library() / library;
+  void* const handle = dlopen(std::filesystem::exists(here) ? here.c_str() : library.c_str(), RTLD_NOW | RTLD_LOCAL);
   void* const found = handle == nullptr ? nullptr : dlsym(handle, function);
   if (found == nullptr) {
     reason = text(plugin.needed_for, " need ", library, ", which the target lockstep_", plugin.name,
-                  " of a build with -D", plugin.option, "=ON makes: ", dlerror());
+                  " makes, in a build that was configured with -D", plugin.option,
+                  "=ON and found what this needs: ", dlerror());
   }
   return found;
 }

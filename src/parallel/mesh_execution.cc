@@ -16,28 +16,28 @@ using train::AddedLosses;
 using train::ComputedStep;
 using train::Tracker;
 
-std::unique_ptr<ContextParallel> MeshExecution::context_of_step() const {
-  auto context = mesh_.use_context();
-  if (context && impl_.compiled->loss.reduction() == Reduction::sum)
+void MeshExecution::check_loss() const {
+  if (mesh_.topology().positions.size() > 1 && impl_.compiled->loss.reduction() == Reduction::sum)
     throw InvalidArgument("fit: a loss with Reduction::sum is not for sequences that are divided; take a mean");
-  return context;
 }
 
 ComputedStep MeshExecution::compute_gradients(ReplicaContext& replica, const Example& part, Tracker& tracker,
                                               StepTimes& spent) {
-  const auto context = context_of_step();
+  const auto context = mesh_.use_context();
   const auto computed = ThreadedExecution::compute_gradients(replica, part, tracker, spent);
-  if (context && context->attentions() == 0 && !std::exchange(warned_of_context_, true)) {
-    log_warning(
-        "fit: sequences are divided, but the model called no torch::scaled_dot_product_attention: each rank's part of "
-        "a "
-        "sequence sees itself alone");
-  }
+  warn_without_attention(context.get());
   return computed;
 }
 
+void MeshExecution::warn_without_attention(const ContextParallel* context) {
+  if (context == nullptr || context->attentions() > 0 || std::exchange(warned_of_context_, true)) return;
+  log_warning(
+      "fit: sequences are divided, but the model called no torch::scaled_dot_product_attention: each rank's part of a "
+      "sequence sees itself alone");
+}
+
 void MeshExecution::compute_zeros(int replica, const Example& part, const LossOf& loss_of) {
-  const auto context = context_of_step();
+  const auto context = mesh_.use_context();
   ThreadedExecution::compute_zeros(replica, part, loss_of);
 }
 
@@ -74,7 +74,7 @@ std::shared_ptr<ReplicatedParameters> StagedExecution::make_parameters(const Exa
 // Metrics are updated as outputs of microbatches come.
 ComputedStep StagedExecution::compute_gradients(ReplicaContext& replica, const Example& part, Tracker& into,
                                                 StepTimes& spent) {
-  const auto context = context_of_step();
+  const auto context = mesh_.use_context();
   train::Lap lap;
   const auto& split = *impl_.parameters->split();
   if (split.before_forward) split.before_forward();
@@ -94,12 +94,13 @@ ComputedStep StagedExecution::compute_gradients(ReplicaContext& replica, const E
   };
   stages_->forward_backward(part.x, loss_of);
   stages_->workers().sum(sums);
+  warn_without_attention(context.get());
   lap.add_to(spent.backward);
   return {{}, at::scalar_tensor(sums[0], at::kDouble), sums[1], weight_of(replica, sums[1])};
 }
 
 void StagedExecution::compute_zeros(int /*replica*/, const Example& part, const LossOf& loss_of) {
-  const auto context = context_of_step();
+  const auto context = mesh_.use_context();
   stages_->forward_backward(part.x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
     return loss_of(output, first, count) * 0;
   });

@@ -19,14 +19,14 @@ class MeshExecution : public train::ThreadedExecution {
   train::ComputedStep compute_gradients(ReplicaContext& replica, const Example& part, train::Tracker& tracker,
                                         StepTimes& spent) override;
   void compute_zeros(int replica, const Example& part, const LossOf& loss_of) override;
+  void check_loss() const override;
   Tensor outputs_of_any(int replica, const Example& part) const override;
   Example own_part(const Example& part) const override;
   Tensor whole(const Tensor& outputs) const override { return mesh_.whole_positions(outputs); }
   bool computes_with_no_tokens() const override { return mesh_.has_experts(); }
 
-  // Returns the context of attention over ranks, for a step's forward and backward; null where sequences are whole.
-  // Throws InvalidArgument for a loss that such sequences cannot have.
-  std::unique_ptr<ContextParallel> context_of_step() const;
+  // Warns once where a step's model computed no attention in its context, which may be null.
+  void warn_without_attention(const ContextParallel* context);
 
   const MeshParallelism& mesh_;
 

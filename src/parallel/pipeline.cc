@@ -12,7 +12,6 @@
 #include "base/median.h"
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
-#include "lockstep/parallel/recompute.h"
 #include "parallel/gradients.h"
 #include "parallel/mesh_backend.h"
 #include "parallel/pipeline_run.h"

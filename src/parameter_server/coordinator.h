@@ -22,7 +22,7 @@ namespace lockstep::parameter_server {
 struct ChiefState {
   std::int64_t chief = 0;    // the chief that has these values: Assignment's
   std::int64_t changes = 0;  // of the values in this fit: Assignment's `state`
-  std::string values = {};   // frozen parameters, buffers and the seed (train/local_state.h)
+  std::string values = {};   // frozen parameters, buffers and the seed (ModelState::beside_servers)
 
   // Both numbers in a line, then the values. `parse` throws DataError for any other text.
   std::string print() const;

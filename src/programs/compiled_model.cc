@@ -57,6 +57,12 @@ std::vector<Tensor> filled_up(const Example& part, std::int64_t rows, const Exam
 
 }  // namespace
 
+std::shared_ptr<ReplicatedParameters> CompiledModel::make_parameters(const Example& sample) {
+  auto made = Execution::make_parameters(sample);
+  number_ = owner_.next_model();
+  return made;
+}
+
 // Returns the steps of a launch: a program of one step, as train_on_batch makes, is a program of its own.
 int CompiledModel::steps(Kind kind, const std::vector<Input>& inputs) const {
   return kind == Kind::train && inputs[0].size() > 1 ? static_cast<int>(impl_.compiled->steps_per_execution) : 1;

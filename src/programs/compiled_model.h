@@ -49,10 +49,9 @@ LaunchAgreement agree_on_launch(const Communicator& workers, const std::string& 
 // optimizer; one thread at a time. Collective over the strategy's workers.
 class CompiledModel final : public train::Execution {
  public:
-  // number: the model's, among the strategy's models.
-  CompiledModel(ModelImpl& impl, const Programs& programs, std::int64_t number)
-      : Execution(impl), owner_(programs), number_(number) {}
+  CompiledModel(ModelImpl& impl, const Programs& programs) : Execution(impl), owner_(programs) {}
 
+  std::shared_ptr<ReplicatedParameters> make_parameters(const Example& sample) override;
   bool reads_ahead() const override { return true; }
   std::unique_ptr<Prepared> prepare(std::vector<Parts>& batches) override { return launch(Kind::train, batches); }
   std::vector<PerReplica<train::StepResult>> train(std::vector<Parts>& batches, train::Tracker& tracker,
@@ -101,8 +100,8 @@ class CompiledModel final : public train::Execution {
   bool has_metrics() const;
   bool updates(const std::vector<Input>& inputs, std::size_t step) const;
 
-  const Programs& owner_;  // the strategy's, which the model keeps
-  const std::int64_t number_;
+  const Programs& owner_;    // the strategy's, which the model keeps
+  std::int64_t number_ = 0;  // the model's, among the strategy's models that were built
   // [kind, steps of a launch, shapes]
   std::map<std::tuple<Kind, int, Shapes>, std::shared_ptr<const Compiled>> programs_;
 };

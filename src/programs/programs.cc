@@ -113,7 +113,7 @@ std::vector<std::vector<at::Tensor>> Programs::run_compiled(StrategyImpl& strate
 }
 
 std::shared_ptr<train::Execution> Programs::execution(ModelImpl& model) const {
-  return std::make_shared<CompiledModel>(model, *this, ++models_);
+  return std::make_shared<CompiledModel>(model, *this);
 }
 
 std::vector<std::vector<at::Tensor>> Programs::results(StrategyImpl& strategy, ops::LaunchedProgram& launched,

@@ -37,6 +37,9 @@ class Programs final : public strategy::Kind {
 
   const std::shared_ptr<ops::ProgramDevices>& devices() const { return devices_; }
 
+  // Models are numbered, equally on all workers, as they are built.
+  std::int64_t next_model() const { return ++models_; }
+
   // Returns the results of a program on these devices; calls `meanwhile` before it waits for them. Throws what
   // LaunchedProgram::results throws; what WorkerWatch::check throws, where another worker is lost or fails; and what
   // `meanwhile` throws, after telling the other workers, unless they told this one.
@@ -51,7 +54,7 @@ class Programs final : public strategy::Kind {
  private:
   const std::shared_ptr<ops::ProgramDevices> devices_;
   std::optional<WorkerWatch> watch_;  // of several workers
-  mutable std::int64_t models_ = 0;   // built, with equal numbers on all workers
+  mutable std::int64_t models_ = 0;
 };
 
 // Returns the devices of a TPUStrategy.

@@ -45,11 +45,6 @@ void telling_others(const Job& job, const Act& act) {
 
 System open(const TPUClusterResolver& resolver, int replicas) {
   const auto& open_devices = ops::open_program_devices();
-  if (!open_devices) {
-    throw DeviceError(
-        "this build of Lockstep has no TPUStrategy: pjrt_c_api.h was not found, or LOCKSTEP_TPU was off, when it was "
-        "configured");
-  }
   const auto& options = resolver.options();
   ops::ProgramDevicesOptions wanted{options.plugin, options.plugin_options, replicas, options.start_timeout_seconds};
   System system{.job = job_of(options)};

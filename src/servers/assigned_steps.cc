@@ -33,7 +33,7 @@ class AssignedSteps final : public train::StepSource {
           "fit: with parameter servers the chief gives workers batches by their places in the data set, so its "
           "auto_shard_policy must be AutoShardPolicy::automatic or data");
     }
-    const auto& client = *client_of(*impl.gradients);
+    const auto& client = client_of(*impl.gradients);
     if (servers.claims_first_values(client)) store();
   }
 
@@ -97,7 +97,7 @@ class AssignedSteps final : public train::StepSource {
   void store() { impl_.gradients->remote()->store(unwrap(impl_.strategy).deadline()); }
 
   void begin() {
-    const auto& client = *client_of(*impl_.gradients);
+    const auto& client = client_of(*impl_.gradients);
     servers_.require_known(client);
     if (servers_.tell_training(client)) store();  // a server may have been started again before
     batch_size_ = strategy::first_element(data_, impl_.replicas(), impl_.state.progress.position.epoch).size();

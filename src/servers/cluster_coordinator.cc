@@ -59,7 +59,7 @@ struct ClusterCoordinator::State {
   }
   void begin(std::int64_t call) const {
     for (const auto& path : kind.paths_of_loops()) {
-      const auto& client = *servers::client_of(*path);
+      const auto& client = servers::client_of(*path);
       if (servers.was_trained(client)) continue;  // the program has to restore a checkpoint
       servers.claims_first_values(client);
       if (servers.tell_training(client)) path->remote()->store(strategy->deadline());
@@ -69,7 +69,7 @@ struct ClusterCoordinator::State {
   }
 
   void require_known() const {
-    for (const auto& path : kind.paths_of_loops()) servers.require_known(*servers::client_of(*path));
+    for (const auto& path : kind.paths_of_loops()) servers.require_known(servers::client_of(*path));
   }
 
   void work(std::int64_t call) const {
@@ -93,7 +93,7 @@ struct ClusterCoordinator::State {
       if (step == steps.end()) throw InvalidArgument(text("no step \"", next.function, "\" is defined here"));
       for (const auto& path : paths) {
         path->remote()->fetch_changed(strategy->deadline());
-        servers::client_of(*path)->begin(next);
+        servers::client_of(*path).begin(next);
       }
       report.output = print(step->second(parse("a step's arguments", next.arguments)));
       if (report.output.size() > parameter_server::kLongestOutput) {
@@ -105,7 +105,7 @@ struct ClusterCoordinator::State {
       report.kind = is_incomplete ? Report::Kind::incomplete : Report::Kind::failed;
       report.error = error.what();
     }
-    for (const auto& path : paths) servers::client_of(*path)->end();
+    for (const auto& path : paths) servers::client_of(*path).end();
     return report;
   }
 };

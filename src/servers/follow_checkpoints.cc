@@ -31,7 +31,7 @@ class Evaluator {
 
   // Evaluates the last checkpoint, where it is a new one.
   void evaluate_last() {
-    const auto path = servers_.last_checkpoint(*client_of(*impl_.gradients));
+    const auto path = servers_.last_checkpoint(client_of(*impl_.gradients));
     if (!path) return;
     try {
       checkpoint::ShardedArchive checkpoint(*path);

@@ -124,7 +124,7 @@ class Worker {
     impl_.state.steps = next.task.step;
     impl_.part_of_step = next.task.part;
     impl_.gradients->remote()->fetch_changed(unwrap(impl_.strategy).deadline());
-    client_of(*impl_.gradients)->begin(next);
+    client_of(*impl_.gradients).begin(next);
     impl_.state.tracker->reset();
     try {
       std::vector<PerReplica<internal::Part>> one{*std::move(batch)};

@@ -38,7 +38,7 @@ void LedByChief::once(const std::function<void()>& act) const {
   servers_.once(act);
 }
 
-const parameter_server::Client& LedByChief::client() const { return *client_of(*impl_.gradients); }
+const parameter_server::Client& LedByChief::client() const { return client_of(*impl_.gradients); }
 
 void LedByChief::prepare_fit(const Dataset& data) {
   if (!servers_.restarted()) return;

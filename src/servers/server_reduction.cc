@@ -207,9 +207,8 @@ std::vector<parameter_server::Rows> ServerReduction::rows_of_table(std::size_t t
   return parts;
 }
 
-parameter_server::Client* client_of(const GradientPath& path) {
-  const auto* const values = dynamic_cast<const ServerValues*>(path.remote());
-  return values == nullptr ? nullptr : values->client().get();
+parameter_server::Client& client_of(const GradientPath& path) {
+  return *dynamic_cast<const ServerValues&>(*path.remote()).client();
 }
 
 }  // namespace lockstep::servers

@@ -75,7 +75,7 @@ class ServerReduction final : public gradient::Reduction {
   Memory memory_;                    // as ServerValues::share; null before `prepare`
 };
 
-// The client of the servers that update the path's parameters; null where this process updates them.
-parameter_server::Client* client_of(const GradientPath& path);
+// The client of the servers that update the path's parameters.
+parameter_server::Client& client_of(const GradientPath& path);
 
 }  // namespace lockstep::servers

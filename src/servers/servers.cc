@@ -72,7 +72,7 @@ void pull(const StrategyImpl& strategy, GradientPath& gradients, const parameter
 
 void save(const StrategyImpl& strategy, GradientPath& gradients, const std::string& path) {
   auto& servers = servers_of_chief(strategy);
-  const auto& model = *client_of(gradients);
+  const auto& model = client_of(gradients);
   servers.require_known(model);
   const auto steps = parameter_server::write_loop_checkpoint(
       *servers.coordinator().steps(), model, path, [&] { gradients.remote()->store(strategy.deadline()); },
@@ -85,7 +85,7 @@ void save(const StrategyImpl& strategy, GradientPath& gradients, const std::stri
 void load(const StrategyImpl& strategy, GradientPath& gradients, const std::string& path, bool change) {
   auto& servers = servers_of_chief(strategy);
   auto& coordinator = servers.coordinator();
-  const auto& model = *client_of(gradients);
+  const auto& model = client_of(gradients);
   const auto file = checkpoint::absolute_path(checkpoint_file(path)).string();
   const auto main = read_archive(file);
   const auto steps = parameter_server::saved_steps_of(main);

@@ -10,6 +10,7 @@
 #include "strategy/unwrap.h"
 
 namespace lockstep {
+
 std::shared_ptr<internal::StepPrograms> internal::make_step_programs() {
   return std::make_shared<internal::StepPrograms>();
 }

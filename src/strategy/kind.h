@@ -28,8 +28,8 @@ namespace lockstep::strategy {
 struct WorkerSettings;
 
 // This class is for strategies whose processes each have whole models, and compute steps by their own threads. Others
-// are parallel::MeshParallelism, programs::Programs and servers::Servers. Nobody asks which kind it is: a decision that
-// differs is a function here.
+// are parallel::MeshParallelism, programs::Programs and servers::Servers. Outside of these modules nobody asks which
+// kind it is: a decision that differs is a function here.
 class Kind {
  public:
   virtual ~Kind() = default;

@@ -37,6 +37,7 @@ const Group& Replicas::group(int replica) const {
   if (count() == 1) return data.group();
   if (const auto* const made = made_group(replica)) return *made;
   auto& own = groups_[static_cast<std::size_t>(replica)];
+  own.group.reset();  // of an earlier generation
   own = {workers_.replica_group(replica), data.regroups()};
   return *own.group;
 }

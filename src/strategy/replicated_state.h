@@ -12,9 +12,8 @@ namespace lockstep::strategy {
 
 // A module's values: all parameters, or those that are not trained, with the buffers. `of_all_workers`: whole
 // parameters, and the buffers' mean over all replicas; saving and loading are collective, and saving warns where
-// replicas differ. `of_this_worker`: this
-// worker's parts of the parameters, and the mean over its own replicas. Loading leaves the values whose names are in
-// `left`.
+// replicas differ. `of_this_worker`: this worker's parts of the parameters, and the mean over its own replicas. Loading
+// leaves the values whose names are in `left`.
 enum class Values { all, untrained };
 enum class Whose { of_all_workers, of_this_worker };
 Trackable values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Whose whose,

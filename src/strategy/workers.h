@@ -14,7 +14,7 @@
 
 namespace lockstep::strategy {
 
-// One thread, but for `fail`, which any replica's thread may call.
+// One thread, while no replica runs. Replicas' threads may call topology, replica_group, tell_failure and fail.
 class Workers {
  public:
   // Knows of this process alone; `settings` lives longer.

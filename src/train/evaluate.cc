@@ -93,7 +93,7 @@ History parse<History>(const std::string& text) {
 
 namespace lockstep {
 
-// evaluate and predict: forward alone, over the same replicas, each example once.
+// --- evaluate and predict: forward alone, over the same replicas, each example once.
 
 namespace {
 

@@ -13,7 +13,7 @@ std::shared_ptr<Lead> Lead::of(ModelImpl& impl) {
 
 std::string Lead::follow_fit(Model& /*model*/, const Dataset& /*data*/, const FitOptions& /*options*/,
                              std::int64_t /*call*/) {
-  return {};
+  throw Error("no chief leads this model's calls");
 }
 
 bool Lead::needs_each_step() const { return unwrap(impl_.strategy).workers().is_elastic(); }

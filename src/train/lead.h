@@ -43,7 +43,7 @@ class Lead {
   // Does what fit does on a process that follows the chief's call, and returns the outcome of the chief's.
   virtual std::string follow_fit(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call);
 
-  // True where the processes must meet after each step.
+  // True where other processes may take part in each step, however many there are now.
   virtual bool needs_each_step() const;
 
   // Prepares a fit: a chief that was started again loads what the servers do not have.

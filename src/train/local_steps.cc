@@ -224,7 +224,7 @@ class LocalSteps final : public StepSource {
 std::unique_ptr<StepSource> local_steps(ModelImpl& impl, const Dataset& data, const FitOptions& options) {
   if (unwrap(impl.strategy)
           .workers()
-          .is_elastic()) {  // however many workers there are, the steps have the same batches
+          .is_elastic()) {  // the steps have the same batches, however many workers there are
     const auto policy = data.options().auto_shard_policy;
     if (policy != AutoShardPolicy::automatic && policy != AutoShardPolicy::data) {
       throw collective::RefusedByAll(  // all workers have the same policy

@@ -257,8 +257,19 @@ Archive ModelState::read(const std::string& path) const {
 
 std::function<void()> ModelState::read_all(const std::string& path) {
   std::function<void()> change;
-  impl_.on_all_in_section("reading a checkpoint",
-                          [&] { change = all().load(checkpoint::read_for_all(path, impl_.topology.all), ""); });
+  std::exception_ptr refused;  // perhaps on this worker alone: the others wait for it at the section's end
+  impl_.on_all_in_section("reading a checkpoint", [&] {
+    refused = nullptr;
+    const auto archive = checkpoint::read_for_all(path, impl_.topology.all);
+    try {
+      change = all().load(archive, "");
+    } catch (const InvalidArgument&) {
+      refused = std::current_exception();
+    } catch (const DataError&) {
+      refused = std::current_exception();
+    }
+  });
+  if (refused) std::rethrow_exception(refused);
   return [this, change] {
     change();
     count_uncounted();

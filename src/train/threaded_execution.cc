@@ -66,7 +66,7 @@ ComputedStep RecordedStep::play(const Example& part) {
   return result_;
 }
 
-// The step that fit makes, as each replica sees it.
+// --- the step that fit makes, as each replica sees it
 
 namespace {
 
@@ -134,6 +134,7 @@ StepResult ThreadedExecution::train_step(ReplicaContext& replica, const internal
     if (recorded_.serves(there, unread.device, compute)) return play_step(replica, there, into);
     impl_.gradients->drop_gradients(id);  // left by a recording that failed
   }
+  check_loss();
   const auto part = own_part(unread.moved(there));
   lap.add_to(spent.input);
   if (!idle && impl_.topology.computes_without_examples && !example_.x.defined()) example_ = example_like(part);

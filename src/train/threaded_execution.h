@@ -12,8 +12,6 @@
 
 namespace lockstep::train {
 
-// A training step on a GPU that is recorded and replayed: compile({.jit_compile = true}).
-
 // The results of forward and backward on one replica's part, besides gradients.
 struct ComputedStep {
   Tensor outputs, loss_sum;
@@ -21,7 +19,7 @@ struct ComputedStep {
   double weight = 0;   // weight of the gradients, for the update
 };
 
-// One thread at a time.
+// A training step on a GPU that is recorded and replayed: compile({.jit_compile = true}). One thread at a time.
 class RecordedStep {
  public:
   // Returns true where a step on `device` is recorded for batches like this one, which may lie elsewhere. Records it
@@ -67,6 +65,9 @@ class ThreadedExecution : public Execution {
   // Does backward from loss_of(outputs, first example, count) of all of `part`, with gradients of zero.
   using LossOf = std::function<Tensor(const Tensor& output, std::int64_t first, std::int64_t count)>;
   virtual void compute_zeros(int replica, const Example& part, const LossOf& loss_of);
+
+  // Throws InvalidArgument for a loss that these steps cannot have.
+  virtual void check_loss() const {}
 
   // Returns the outputs for a part that may be empty.
   virtual Tensor outputs_of_any(int replica, const Example& part) const;

@@ -22,6 +22,7 @@
 #include "lockstep/collective/communicator.h"
 #include "lockstep/ops/tensor.h"
 #include "lockstep/parallel/pipeline_schedule.h"
+#include "lockstep/parallel/recompute.h"
 #include "lockstep/strategy/pipeline_stage.h"
 
 namespace lockstep {
