@@ -11,7 +11,7 @@ BUILD, WHEELS = sys.argv[1:3]
 PROJECT = """
 cmake_minimum_required(VERSION 3.25)
 project(train LANGUAGES CXX)
-find_package(Lockstep 0.1 REQUIRED COMPONENTS training compat)
+find_package(Lockstep 0.1 REQUIRED COMPONENTS training parallel compat)
 add_executable(train train.cc)
 target_link_libraries(train PRIVATE Lockstep::lockstep)
 foreach(library lockstep compat)

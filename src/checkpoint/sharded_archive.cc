@@ -149,6 +149,13 @@ void require_own_place(const fs::path& folder) {
 
 }  // namespace
 
+std::vector<std::vector<double>> uncounted_steps(const Archive& main) {
+  std::vector<std::vector<double>> steps;
+  const auto next = [&] { return text(kUncountedSteps, steps.size()); };
+  while (main.entries.contains(next())) steps.push_back(main.numbers(next()));
+  return steps;
+}
+
 std::vector<std::string> listed_places(const std::map<std::string, std::string>& entries) {
   std::vector<std::string> places;
   for (const auto& [key, value] : entries) {

@@ -27,6 +27,10 @@ inline constexpr const char* kTablesFolder = "servers/tables/folder";
 inline constexpr const char* kTablesServers = "servers/tables/servers";
 inline constexpr const char* kUncountedSteps = "servers/uncounted/";
 
+// Returns the results of the steps that a checkpoint does not count, none where it was made without servers:
+// [step][number].
+std::vector<std::vector<double>> uncounted_steps(const Archive& main);
+
 // The places in PATH.rows that a main file's entries name. Names that would lead out of PATH.rows are left out.
 std::vector<std::string> listed_places(const std::map<std::string, std::string>& entries);
 

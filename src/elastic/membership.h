@@ -21,7 +21,7 @@ namespace lockstep::elastic {
 // When members end: by which exceptions of the program, and how the others hear of them.
 
 // A member that fails alone may be on a machine that does not work: the others go on without it, as if it were lost.
-// Where two fail in one section, the program would fail on all members, one after the other; so all end.
+// If two fail in one section, all end: the program would fail on all members, one after the other.
 
 // Returns true where the exception is the program's, and not one of the job's members or their connections.
 bool is_of_program(const std::exception& error);

@@ -23,7 +23,7 @@ class Member {
   virtual std::vector<std::string> all_gather(const std::string& mine) = 0;
   virtual std::string broadcast(const std::string& bytes, int root) = 0;
 
-  // Where several members share a copy of the model (members.h): `row_size` is how many. `broadcast_part` gives the
+  // Several members may share a copy of the model (members.h): `row_size` says how many. `broadcast_part` gives the
   // bytes of each member of row `row` to the members with the same part.
   virtual int row_size() const { return 1; }
   virtual std::string broadcast_part(const std::string& bytes, int row) { return broadcast(bytes, row); }

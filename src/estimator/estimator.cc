@@ -74,8 +74,7 @@ struct Estimator::State {
 
   // The model of a mode, with its variables. Called in the strategy's scope.
   EstimatorSpec make(ModeKeys mode, const Dataset& data) {
-    const auto features =
-        strategy::first_element(data, unwrap(strategy(mode)).local_replicas(unwrap(strategy(mode)).topology()));
+    const auto features = strategy::first_element(data, unwrap(strategy(mode)).local_replicas());
     if (!features.x.defined()) throw InvalidArgument("Estimator: input_fn's data are empty");
     strategy::check_batch(features);
     auto spec = model_fn(features, mode, params);

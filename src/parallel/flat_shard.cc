@@ -149,7 +149,7 @@ Tensor FlatShard::on_host(const Tensor& flat) const {
   return flat.is_cpu() ? flat : host_memory(flat.numel(), flat.scalar_type()).copy_(flat);
 }
 
-// Where this rank's part has the parameter's shard.
+// Returns the place of the parameter's shard in this rank's part.
 FlatShard::Place FlatShard::own_place(std::size_t i) const {
   const auto own = gradient::shard_of(ownership_->own().owned(), i);
   return {own.count > 0 ? layout_.places()[i].begin + own.begin - part_ * ranks_.rank() : 0, own.count};

@@ -190,7 +190,7 @@ class Rehearsal::Backend final : public GroupBackend {
     counted_.push_back({call.kind, static_cast<double>(std::max(call.input.bytes(), call.output.bytes()))});
     const auto* const from = static_cast<const std::byte*>(call.input.data);
     auto* const to = static_cast<std::byte*>(call.output.data);
-    // Where the output has parts of several ranks, each is the input; where the input has, the output is the first.
+    // An output with parts of several ranks has the input in each. Of an input with such parts it is the first.
     for (std::size_t at = 0; from != nullptr && at < call.output.bytes(); at += call.input.bytes()) {
       if (call.input.bytes() == 0) break;
       if (to + at != from) std::memmove(to + at, from, std::min(call.input.bytes(), call.output.bytes() - at));

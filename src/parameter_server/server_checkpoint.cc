@@ -82,10 +82,7 @@ std::optional<std::int64_t> model_of(const Archive& main) {
 
 Coordinator::Finished steps_of(const Archive& main) {
   if (!main.entries.contains(kSteps)) return {.end = main.integer("optimizer/iterations")};
-  Coordinator::Finished steps{.end = main.integer(kSteps)};
-  for (int i = 0; main.entries.contains(text(checkpoint::kUncountedSteps, i)); ++i) {
-    steps.uncounted.push_back(main.numbers(text(checkpoint::kUncountedSteps, i)));
-  }
+  Coordinator::Finished steps{.end = main.integer(kSteps), .uncounted = checkpoint::uncounted_steps(main)};
   if (steps.end >= 0) return steps;
   throw DataError(text("the checkpoint is of ", steps.end, " steps"));
 }

@@ -177,8 +177,7 @@ PerWorkerValues<DistributedIterator> ClusterCoordinator::create_per_worker_datas
     const InputContext context{.num_input_pipelines = roles.workers,
                                .input_pipeline_id = roles.mine == Role::worker ? roles.index : 0,
                                .num_replicas_in_sync = strategy->topology().all_replicas()};
-    return DistributedDataset(make(context), Distribution::one_each, strategy->local_replicas(strategy->topology()))
-        .iterate();
+    return DistributedDataset(make(context), Distribution::one_each, strategy->local_replicas()).iterate();
   });
 }
 

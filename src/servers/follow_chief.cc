@@ -51,8 +51,7 @@ class Worker {
         data_(data),
         options_(options),
         servers_(servers_of(unwrap(impl_.strategy)).cluster()),
-        batches_(
-            strategy::distribute_ahead(data, unwrap(impl_.strategy).local_replicas(unwrap(impl_.strategy).topology()))),
+        batches_(strategy::distribute_ahead(data, unwrap(impl_.strategy).local_replicas())),
         call_(call),
         signals_(signals) {}
 
@@ -98,10 +97,8 @@ class Worker {
  private:
   // Loads the chief's values; false where the fit has ended. Throws Interrupted where a signal came before that.
   bool start() {
-    const auto plan =
-        text(train::describe_fit(impl_, data_, options_,
-                                 unwrap(impl_.strategy).local_replicas(unwrap(impl_.strategy).topology())),
-             "\n", impl_.parameters->describe_frozen());
+    const auto plan = text(train::describe_fit(impl_, data_, options_, unwrap(impl_.strategy).local_replicas()), "\n",
+                           impl_.parameters->describe_frozen());
     while (true) {
       if (const int signal = signals_.received(); signal != 0) throw Interrupted(signal);
       const auto printed = ask(

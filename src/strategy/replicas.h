@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "lockstep/strategy/distributed_dataset.h"
 #include "ops/replica_random.h"
 #include "strategy/replica_threads.h"
 #include "strategy/workers.h"
@@ -26,6 +27,11 @@ class Replicas {
   int count() const { return static_cast<int>(devices_.size()); }
   const std::vector<c10::Device>& devices() const { return devices_; }
   c10::Device device(int replica) const { return devices_[static_cast<std::size_t>(replica)]; }
+
+  // Returns these replicas among those that share the data, by this topology: the strategy's, or a model's.
+  internal::LocalReplicas among(const Topology& topology) const {
+    return {devices_, topology.has_own_data() ? Communicator() : topology.data, topology.data};
+  }
 
   // Calls function(replica) on every replica's thread. Where one throws, the Groups are aborted, so that the others
   // leave their collective operations. The first exception is rethrown. A new Group of this process's replicas takes

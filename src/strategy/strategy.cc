@@ -205,7 +205,7 @@ Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) con
 }
 
 DistributedDataset Strategy::distribute(const Dataset& dataset) const {
-  return strategy::distribute(dataset, impl_->local_replicas(impl_->topology()));
+  return strategy::distribute(dataset, impl_->local_replicas());
 }
 
 DistributedDataset Strategy::distribute_from_function(
@@ -213,7 +213,7 @@ DistributedDataset Strategy::distribute_from_function(
   return {function({.num_input_pipelines = impl_->topology().data.size(),
                     .input_pipeline_id = impl_->topology().data.rank(),
                     .num_replicas_in_sync = num_replicas_in_sync()}),
-          Distribution::one_each, impl_->local_replicas(impl_->topology())};
+          Distribution::one_each, impl_->local_replicas()};
 }
 
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {

@@ -82,10 +82,6 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
   return kind().make_gradient_path(*this, optimizer, std::move(parameters), std::move(options));
 }
 
-internal::LocalReplicas StrategyImpl::local_replicas(const Topology& topology) const {
-  return {replicas_.devices(), topology.has_own_data() ? Communicator() : topology.data, topology.data};
-}
-
 gradient::Placement StrategyImpl::placement() const {
   const bool on_gpus =
       std::any_of(replicas_.devices().begin(), replicas_.devices().end(), [](auto device) { return !device.is_cpu(); });

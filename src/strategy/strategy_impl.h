@@ -80,8 +80,8 @@ class StrategyImpl {
   // Does what Replicas::run does, for a step, with each replica's own random numbers.
   void run(const std::function<void(ReplicaContext&)>& function);
 
-  // Returns this process's replicas among those that share the data, by this topology: the strategy's, or a model's.
-  internal::LocalReplicas local_replicas(const Topology& topology) const;
+  // Returns this process's replicas among those that share the strategy's data.
+  internal::LocalReplicas local_replicas() const { return replicas_.among(topology()); }
 
   // Returns where variables live: with GPUs, a copy on each; with several GPUs, updates are made in host memory.
   gradient::Placement placement() const;

@@ -179,7 +179,7 @@ class Batches {
       : steps_(steps), same_(impl, caller, data, steps) {
     const auto& strategy = unwrap(impl.strategy);
     strategy.workers().check_on_all([&] {
-      iterator_.emplace(strategy::distribute_ahead(data, strategy.local_replicas(strategy.topology())).iterate());
+      iterator_.emplace(strategy::distribute_ahead(data, strategy.local_replicas()).iterate());
       if (iterator_->is_sharded()) return;  // then all workers read at once
       next_ = iterator_->next_parts();
       if (!next_) throw InvalidArgument(kEmpty);

@@ -143,8 +143,7 @@ class Fit {
     impl_.check_on_all([this] {
       impl_.follow_requires_grad();
       impl_.require_trainable();
-      train::require_validation_data(validation_data_, options_,
-                                     unwrap(impl_.strategy).local_replicas(unwrap(impl_.strategy).topology()));
+      train::require_validation_data(validation_data_, options_, unwrap(impl_.strategy).local_replicas());
     });
     impl_.gradients->prepare();
     impl_.state.tracker->reset();

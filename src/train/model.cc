@@ -67,7 +67,7 @@ void ModelImpl::build_for(const Dataset& data, const char* caller) {
   all.workers().abort_on_error([&] {
     Example first;
     all.workers().check_on_all([&] {
-      first = strategy::first_element(data, all.local_replicas(all.topology()));
+      first = strategy::first_element(data, all.local_replicas());
       if (!first.x.defined()) throw InvalidArgument(text(caller, ": the data set is empty"));
       strategy::check_batch(first);
     });

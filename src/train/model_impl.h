@@ -94,7 +94,7 @@ class ModelImpl {
 
   // Return this process's replicas among those that share the data, and a replica's number among them. Call them after
   // build and compile.
-  internal::LocalReplicas replicas() const { return unwrap(strategy).local_replicas(topology); }
+  internal::LocalReplicas replicas() const { return unwrap(strategy).replicas().among(topology); }
   int number_of(const ReplicaContext& replica) const;
 
   // Returns true where the fit ends after the step that was made.

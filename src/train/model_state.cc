@@ -77,14 +77,6 @@ History load_history(const Archive& archive, const std::string& prefix) {
   return history;
 }
 
-// The results of steps that do not count in a checkpoint that was made with parameter servers.
-std::vector<std::vector<double>> load_uncounted(const Archive& archive) {
-  std::vector<std::vector<double>> uncounted;
-  const auto name = [&] { return text(checkpoint::kUncountedSteps, uncounted.size()); };
-  while (archive.entries.contains(name())) uncounted.push_back(archive.numbers(name()));
-  return uncounted;
-}
-
 Trackable track_seed(std::uint64_t& seed) {
   return {[&seed](Archive& archive, const std::string& prefix) {
             archive.entries[prefix] = std::to_string(static_cast<std::int64_t>(seed));
@@ -157,7 +149,7 @@ Trackable ModelState::place() {
                              .batch_size = number("position/batch_size"),
                              .readers = static_cast<int>(number("position/readers")),
                              .history = load_history(archive, joined(prefix, "history")),
-                             .uncounted = load_uncounted(archive)};
+                             .uncounted = checkpoint::uncounted_steps(archive)};
     return [this, loaded] {
       progress = loaded;
       data_epochs = progress.position.epoch;
