@@ -1,4 +1,4 @@
-# A library of the modules that need gRPC: grpc_service and etcd. Their messages.proto are compiled by protoc.
+# A library of the modules that need gRPC: parameter_server/grpc_service and cluster/etcd. Their messages.proto are compiled by protoc.
 lockstep_sources(PLUGIN_SOURCES lockstep_grpc)
 set(generated ${PROJECT_BINARY_DIR}/generated)
 foreach(module ${MODULES_OF_lockstep_grpc})
@@ -25,11 +25,12 @@ endif()
 
 if(NOT LOCKSTEP_SANITIZE STREQUAL "thread")  # which does not see how gRPC and Abseil synchronize, and stands still in them
   foreach(module ${MODULES_OF_lockstep_grpc})
-    file(GLOB tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/*_test.cc)
-    lockstep_test(${module}_test lockstep_core ${tests} $<TARGET_OBJECTS:lockstep_grpc_objects>)
-    target_include_directories(${module}_test PRIVATE ${generated})
-    target_link_libraries(${module}_test PRIVATE ${GRPC_LIBRARIES} OpenSSL::Crypto)
-    add_dependencies(${module}_test lockstep_grpc_objects)
+    lockstep_files(tests ${module} *_test.cc)
+    get_filename_component(name ${module} NAME)
+    lockstep_test(${name}_test lockstep_core ${tests} $<TARGET_OBJECTS:lockstep_grpc_objects>)
+    target_include_directories(${name}_test PRIVATE ${generated})
+    target_link_libraries(${name}_test PRIVATE ${GRPC_LIBRARIES} OpenSSL::Crypto)
+    add_dependencies(${name}_test lockstep_grpc_objects)
   endforeach()
   target_compile_definitions(grpc_service_test PRIVATE LOCKSTEP_CLI="$<TARGET_FILE:lockstep_cli>")
   add_dependencies(grpc_service_test lockstep_cli)

@@ -2,12 +2,13 @@
 
 # src/modules.txt as variables:
 # LIBRARIES_plain   and so for each kind of library
-# MODULES_OF_name   of each library
+# MODULES_OF_name   of each library; modules and their parts
+# LOCKSTEP_MODULES   all of them
 # LIBRARIES_BELOW_name   of each library: those whose modules its modules include
 set_property(DIRECTORY ${PROJECT_SOURCE_DIR} APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS src/modules.txt)
 file(STRINGS ${PROJECT_SOURCE_DIR}/src/modules.txt _lines REGEX "^[a-z]")
 foreach(_line IN LISTS _lines)
-  string(REGEX MATCHALL "[a-z_]+" _words ${_line})
+  string(REGEX MATCHALL "[a-z_/]+" _words ${_line})
   list(POP_FRONT _words _name _library)
   if(_line MATCHES "=")
     list(APPEND LIBRARIES_${_library} ${_name})
@@ -15,12 +16,24 @@ foreach(_line IN LISTS _lines)
   endif()
   set(_library_of_${_name} ${_library})
   list(APPEND MODULES_OF_${_library} ${_name})
+  list(APPEND LOCKSTEP_MODULES ${_name})
   foreach(_used IN LISTS _words)
     list(APPEND LIBRARIES_BELOW_${_library} ${_library_of_${_used}})
   endforeach()
   list(REMOVE_ITEM LIBRARIES_BELOW_${_library} ${_library})
   list(REMOVE_DUPLICATES LIBRARIES_BELOW_${_library})
 endforeach()
+
+# lockstep_files(VARIABLE module PATTERN): the module's files of that name, in all its folders but its parts.
+function(lockstep_files variable module pattern)
+  file(GLOB_RECURSE found CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/${pattern})
+  set(parts ${LOCKSTEP_MODULES})
+  list(FILTER parts INCLUDE REGEX "^${module}/")
+  foreach(part IN LISTS parts)
+    list(FILTER found EXCLUDE REGEX "/src/${part}/")
+  endforeach()
+  set(${variable} ${found} PARENT_SCOPE)
+endfunction()
 
 # lockstep_unity(NAME SIZE source...): with CMAKE_UNITY_BUILD the sources are compiled in as few groups as are needed for none to have more than about
 # SIZE bytes. The groups are of equal size, so that each core of a machine has work to the end of a build.
@@ -45,7 +58,7 @@ function(lockstep_sources variable library)
   set(sources)
   set(kernels)
   foreach(module IN LISTS MODULES_OF_${library})
-    file(GLOB_RECURSE found CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/*.cc)
+    lockstep_files(found ${module} *.cc)
     list(FILTER found EXCLUDE REGEX "_test\\.cc$|${LOCKSTEP_LEFT_OUT}")
     if(module STREQUAL kernels)
       set(kernels ${found})
@@ -120,7 +133,8 @@ endfunction()
 # lockstep_module_tests(LIBRARY): one test program a module, of the *_test.cc files that stand beside its code.
 function(lockstep_module_tests library)
   foreach(module IN LISTS MODULES_OF_${library})
-    file(GLOB_RECURSE tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/*_test.cc)
+    lockstep_files(tests ${module} *_test.cc)
+    get_filename_component(name ${module} NAME)
     # The thread sanitizer does not follow a process with threads into a fork that starts threads again. Nor does it see
     # the barriers of LibTorch's OpenMP, between which operators compute on several threads.
     if(LOCKSTEP_SANITIZE STREQUAL "thread")
@@ -128,11 +142,11 @@ function(lockstep_module_tests library)
       list(FILTER tests EXCLUDE REGEX "/(rendezvous|unauthenticated|limits|regroup)_test\\.cc$")
     endif()
     # XLA's threads are not instrumented.
-    if(module MATCHES "^(pjrt|tpu)$" AND (NOT PJRT_CPU_PLUGIN OR LOCKSTEP_SANITIZE STREQUAL "thread"))
+    if(module MATCHES "^tpu(/pjrt)?$" AND (NOT PJRT_CPU_PLUGIN OR LOCKSTEP_SANITIZE STREQUAL "thread"))
       set(tests)
     endif()
     if(tests)
-      lockstep_test(${module}_test ${library} ${tests})
+      lockstep_test(${name}_test ${library} ${tests})
     endif()
   endforeach()
 endfunction()

@@ -1,5 +1,5 @@
 // Tests ClusterCoordinator's promises, with the processes of the job as threads that call each other over loopback.
-#include "lockstep/strategy/cluster_coordinator.h"
+#include "lockstep/servers/cluster_coordinator.h"
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/linear.h>

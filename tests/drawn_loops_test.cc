@@ -8,7 +8,7 @@
 
 #include <cmath>
 
-#include "horovod/session.h"
+#include "front_ends/horovod/session.h"
 #include "lockstep/collective/make_group.h"
 #include "tests/drawn_loop.h"
 #include "tests/drawn_ranks.h"

@@ -12,7 +12,7 @@
 #include "data/stored_tensor.h"
 #include "parameter_server/coordinator.h"
 #include "parameter_server/server_cluster.h"
-#include "servers/servers.h"
+#include "parameter_server/servers/servers.h"
 #include "tests/server_job.h"
 
 namespace lockstep {

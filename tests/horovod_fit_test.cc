@@ -7,7 +7,7 @@
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
 #include "collective/on_ranks_testing.h"
-#include "horovod/ranks_testing.h"
+#include "front_ends/horovod/ranks_testing.h"
 #include "tests/workers.h"
 #include "train/model_impl.h"
 

@@ -2,8 +2,8 @@
 #include <gtest/gtest.h>
 
 #include "base/text.h"
-#include "pjrt/executable.h"
-#include "pjrt/stablehlo.h"
+#include "tpu/pjrt/executable.h"
+#include "tpu/pjrt/stablehlo.h"
 
 namespace lockstep::pjrt {
 namespace {

@@ -7,9 +7,9 @@
 
 #include "base/expect_says_testing.h"
 #include "gradient/replicated_parameters.h"
-#include "programs/programs.h"
 #include "strategy/unwrap.h"
 #include "tests/tpu_testing.h"
+#include "tpu/programs/programs.h"
 
 namespace lockstep {
 namespace {

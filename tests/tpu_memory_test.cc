@@ -4,9 +4,9 @@
 #include <fstream>
 #include <sstream>
 
-#include "programs/programs.h"
 #include "strategy/unwrap.h"
 #include "tests/tpu_testing.h"
+#include "tpu/programs/programs.h"
 
 namespace lockstep {
 namespace {

@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 
-#include "programs/programs.h"
 #include "tests/tpu_pod_training.h"
+#include "tpu/programs/programs.h"
 
 namespace {
 

@@ -13,10 +13,10 @@
 #include "base/fresh_folder_testing.h"
 #include "benchmarks/models.h"
 #include "gradient/replicated_parameters.h"
-#include "programs/programs.h"
 #include "strategy/unwrap.h"
 #include "tests/epoch_end.h"
 #include "tests/tpu_testing.h"
+#include "tpu/programs/programs.h"
 
 namespace lockstep {
 namespace {

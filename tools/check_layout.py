@@ -13,6 +13,19 @@ def modules():
 
 
 KINDS, MODULES = modules()
+PARTS = {name.split("/")[1]: name for name in MODULES if "/" in name}
+
+
+def top(name):
+    """The module that a part is in."""
+    return name.split("/")[0]
+
+
+def module_of(folders):
+    """The module, or the part of one, that has the files of src/`folders`."""
+    return next((name for name in ("/".join(folders[:2]), *folders[:1]) if name in MODULES), folders[0] if folders else None)
+
+
 WITHOUT_TORCH = {name for name, (library, _) in MODULES.items() if KINDS[library] != "torch"}
 TORCH = re.compile(r'#include [<"](torch|ATen|c10)/')
 BROAD = re.compile(r'#include [<"](torch/torch\.h|torch/all\.h|ATen/ATen\.h|spdlog|fmt|nlohmann)')
@@ -31,7 +44,7 @@ def check(path):
     if len(lines) > most:
         problems.append(f"{path}: {len(lines)} lines; at most {most}")
     # Public headers lie in folders of the modules' names; those that users include first are beside the folders.
-    module = path.parts[1] if path.parts[0] == "src" else path.parts[2] if public and len(path.parts) > 3 else None
+    module = module_of(path.parts[1:-1]) if path.parts[0] == "src" else PARTS.get(path.parts[2], path.parts[2]) if public and len(path.parts) > 3 else None
     for number, line in enumerate(lines, 1):
         where = f"{path}:{number}"
         if LEFTOVERS.search(line):
@@ -40,16 +53,17 @@ def check(path):
             problems.append(f"{where}: torch is not for this module")
         if public and BROAD.search(line):
             problems.append(f"{where}: too broad for a public header")
-        included = re.match(r'#include "(?:lockstep/(?=\w+/))?(?!lockstep/)([a-z_]+)/', line)
+        included = re.match(r'#include "(lockstep/(?=\w+/))?(?!lockstep/)([a-z_/]+)/', line)
         if path.suffix == ".cc" and module and not path.stem.endswith("_test") and re.match(r'#include ".*_testing\.h"', line):
             problems.append(f"{where}: a helper for tests in a source that is none")
-        if module and not path.stem.endswith("_test") and (front := re.match(r'#include "lockstep/(\w+)\.h"', line)) and front.group(1) != module:
+        if module and not path.stem.endswith("_test") and (front := re.match(r'#include "lockstep/(\w+)\.h"', line)) and PARTS.get(front.group(1), front.group(1)) != module:
             problems.append(f"{where}: the library's own sources include the headers that they need")
         namespace = re.match(r"namespace lockstep(?:::(\w+))?", line)
-        if module and namespace and namespace.group(1) not in {None, "internal", module}:
+        if module and namespace and namespace.group(1) not in {None, "internal", *module.split("/")}:
             problems.append(f"{where}: the namespace of another module")
         if module and included:
-            other = included.group(1)
+            folders = included.group(2).split("/")
+            other = PARTS.get(folders[0], folders[0]) if included.group(1) else module_of(folders)
             if other not in {module, "base", *MODULES[module][1]}:
                 problems.append(f"{where}: {module}/ may not include {other}/")
 
@@ -70,14 +84,15 @@ for name in subprocess.run(["git", "ls-files", "src/*.h", "include/*.h"], captur
             if first != name:
                 problems.append(f"{name}: {namespace}::{found.group(1)} is also a type in {first}")
 for folder in pathlib.Path("src").glob("*/**/"):
-    if folder.parts[1:] not in {(name,) for name in MODULES} and len([p for p in folder.glob("*.cc") if not p.stem.endswith("_test")]) < 2:
+    if "/".join(folder.parts[1:]) not in {*MODULES, *map(top, MODULES)} and len([p for p in folder.glob("*.cc") if not p.stem.endswith("_test")]) < 2:
         problems.append(f"{folder}: a folder for a single source file")
-for module in sorted({p.name for p in pathlib.Path("src").iterdir() if p.is_dir()} ^ MODULES.keys()):
+folders = {str(p.relative_to("src")) for p in pathlib.Path("src").glob("**/") if str(p.relative_to("src")) in MODULES} | {p.name for p in pathlib.Path("src").iterdir() if p.is_dir()}
+for module in sorted(folders ^ {*MODULES, *map(top, MODULES)}):
     problems.append(f"src/{module}: a folder that is not in src/modules.txt, or the other way round")
 modules_section = pathlib.Path("ARCHITECTURE.md").read_text().partition("\n## Modules\n")[2].partition("\n## ")[0]
 listed = re.findall(r"^\| `(\w+)` \|", modules_section, re.MULTILINE)
-if sorted(listed) != sorted(MODULES):
-    problems.append(f"ARCHITECTURE.md: its table of modules and src/modules.txt differ in {sorted(MODULES.keys() ^ set(listed))}, or one is listed twice")
+if sorted(listed) != sorted({*map(top, MODULES)}):
+    problems.append(f"ARCHITECTURE.md: its table of modules and src/modules.txt differ in {sorted({*map(top, MODULES)} ^ set(listed))}, or one is listed twice")
 
 
 # CMake reads the list from top to bottom.
@@ -85,12 +100,20 @@ for number, (name, (_, others)) in enumerate(MODULES.items()):
     problems += [f"src/modules.txt: {name} may include {other}, which is not above it" for other in others if other not in list(MODULES)[:number]]
 
 
-def reachable(module):
-    return {other for one in MODULES[module][1] for other in {one} | reachable(one)}
+# The modules, each with what its parts include.
+GRAPH = {}
+for name, (_, others) in MODULES.items():
+    GRAPH.setdefault(top(name), set()).update({top(other) for other in others} - {top(name)})
+
+
+def reachable(module, path=()):
+    if module in path:
+        sys.exit(f"src/modules.txt: modules include each other: {' > '.join([*path, module])}")
+    return {other for one in GRAPH[module] for other in {one} | reachable(one, (*path, module))}
 
 
 # The picture has the arrows that do not follow from others.
-arrows = {(name, one) for name, (_, others) in MODULES.items() for one in others if not any(one in reachable(other) for other in others)}
+arrows = {(name, one) for name, others in GRAPH.items() for one in others if not any(one in reachable(other) for other in others)}
 PICTURE = "docs/design/modules.md"
 drawn = set(re.findall(r"^  (\w+) --> (\w+)$", pathlib.Path(PICTURE).read_text(), re.MULTILINE))
 problems += [f"{PICTURE}: the picture has the arrow {a} --> {b}, which src/modules.txt has not" for a, b in sorted(drawn - arrows)]

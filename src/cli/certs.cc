@@ -21,7 +21,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kName = "lockstep";  // as in grpc_service/credentials.h
+constexpr const char* kName = "lockstep";  // as in parameter_server/grpc_service/credentials.h
 constexpr int kMostDays = 3650;
 
 template <auto free_it>

@@ -5,7 +5,7 @@
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/cluster/cluster.h"
-#include "pjrt/client.h"
+#include "tpu/pjrt/client.h"
 
 namespace lockstep::cli {
 

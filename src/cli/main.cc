@@ -7,7 +7,7 @@
 
 #include "base/text.h"
 #include "cli/commands.h"
-#include "launch/launcher.h"
+#include "cluster/launch/launcher.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/version.h"
 

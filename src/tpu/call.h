@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "pjrt/stablehlo.h"
+#include "tpu/pjrt/stablehlo.h"
 
 namespace c10 {
 class OperatorHandle;

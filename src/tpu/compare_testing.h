@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "ops/tensors.h"
-#include "pjrt/executable.h"
+#include "tpu/pjrt/executable.h"
 #include "tpu/trace.h"
 
 namespace lockstep::tpu {

@@ -9,7 +9,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
-#include "pjrt/executable.h"
+#include "tpu/pjrt/executable.h"
 #include "tpu/step_trace.h"
 #include "tpu/variable.h"
 

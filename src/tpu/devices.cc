@@ -9,7 +9,7 @@
 #include "base/mutex.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
-#include "pjrt/client.h"
+#include "tpu/pjrt/client.h"
 
 namespace lockstep::tpu {
 namespace {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "ops/traced_program.h"
-#include "pjrt/executable.h"
+#include "tpu/pjrt/executable.h"
 #include "tpu/step_trace.h"
 #include "tpu/variable.h"
 

@@ -2,8 +2,8 @@
 #include <ATen/ATen.h>
 
 #include "base/text.h"
-#include "pjrt/stablehlo.h"
 #include "tpu/call.h"
+#include "tpu/pjrt/stablehlo.h"
 
 namespace lockstep::tpu {
 namespace {

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "pjrt/stablehlo.h"
+#include "tpu/pjrt/stablehlo.h"
 
 namespace c10 {
 

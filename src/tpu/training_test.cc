@@ -8,7 +8,7 @@
 #include <torch/optim/adam.h>
 
 #include "ops/tensors.h"
-#include "pjrt/executable.h"
+#include "tpu/pjrt/executable.h"
 #include "tpu/trace.h"
 
 namespace lockstep::tpu {

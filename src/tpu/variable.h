@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "ops/traced_program.h"
-#include "pjrt/client.h"
+#include "tpu/pjrt/client.h"
 
 namespace lockstep::tpu {
 

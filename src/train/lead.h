@@ -1,5 +1,5 @@
 // Who leads a model's calls: nobody, where all processes of the strategy make them alike; or a chief, where parameter
-// servers have the variables (servers/led_by_chief.h).
+// servers have the variables (parameter_server/servers/led_by_chief.h).
 #pragma once
 
 #include <cstdint>

@@ -2,8 +2,8 @@
 #include <fuzzer/FuzzedDataProvider.h>
 #include <unistd.h>
 
-#include "grpc_service/engine.h"
-#include "grpc_service/frames.h"
+#include "parameter_server/grpc_service/engine.h"
+#include "parameter_server/grpc_service/frames.h"
 #include "parameter_server/served_models.h"
 #include "tests/fuzz/fuzz.h"
 

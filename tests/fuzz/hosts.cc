@@ -1,6 +1,6 @@
 // -H, hostfiles, and what a launcher on another host is told.
-#include "launch/hosts.h"
-#include "launch/host_part.h"
+#include "cluster/launch/hosts.h"
+#include "cluster/launch/host_part.h"
 #include "tests/fuzz/fuzz.h"
 
 void lockstep::fuzz(const std::string& bytes) {

@@ -5,7 +5,7 @@
 #include <sstream>
 
 #include "base/text.h"
-#include "launch/launcher_process.h"
+#include "cluster/launch/launcher_process.h"
 #include "lockstep/cluster/store.h"
 #include "tests/processes/hosts.h"
 #include "tests/processes/processes.h"

@@ -11,11 +11,11 @@
 
 #include "lockstep/ops/tensor.h"
 #include "lockstep/strategy/module_factory.h"
-#include "lockstep/strategy/sharded_embedding.h"
 
 namespace lockstep {
 
 class Sequential;
+class ShardedEmbedding;
 
 // One size for both directions, or {height, width}.
 struct Size2D {

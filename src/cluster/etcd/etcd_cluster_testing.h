@@ -1,0 +1,121 @@
+// For tests: an etcd cluster of some members on this host.
+#pragma once
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/child_process_testing.h"
+#include "base/text.h"
+#include "cluster/etcd/store.h"
+#include "lockstep/base/error.h"
+#include "transport/socket.h"
+
+namespace lockstep::etcd {
+
+class EtcdCluster {
+ public:
+  // Begins after so long, and waits until it answers. Throws Error with what the members have logged where it does not.
+  explicit EtcdCluster(int size, std::chrono::milliseconds begins_after = {}) : folder_(new_folder()) {
+    const auto& folder = folder_.path;
+    std::string all;
+    std::vector<std::string> peers;
+    for (int i = 0; i < size; ++i) {
+      endpoints_.push_back(free_address());
+      peers.push_back(free_address());
+      all += text(i == 0 ? "" : ",", "m", i, "=http://", peers.back());
+    }
+    for (int i = 0; i < size; ++i) {
+      const auto place = static_cast<std::size_t>(i);
+      const auto client = "http://" + endpoints_[place], peer = "http://" + peers[place];
+      const std::vector<std::string> command{"etcd",
+                                             "--name",
+                                             text("m", i),
+                                             "--data-dir",
+                                             (folder / text("m", i)).string(),
+                                             "--listen-client-urls",
+                                             client,
+                                             "--advertise-client-urls",
+                                             client,
+                                             "--listen-peer-urls",
+                                             peer,
+                                             "--initial-advertise-peer-urls",
+                                             peer,
+                                             "--initial-cluster",
+                                             all,
+                                             "--log-level",
+                                             "error"};
+      members_.push_back(std::make_unique<ChildProcess>([&]() -> std::string {
+        ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+        std::this_thread::sleep_for(begins_after);
+        const int log = ::open((folder / text("m", i, ".log")).c_str(), O_CREAT | O_WRONLY, 0600);
+        ::dup2(log, STDOUT_FILENO);
+        ::dup2(log, STDERR_FILENO);
+        std::vector<char*> words;
+        for (const auto& word : command) words.push_back(const_cast<char*>(word.c_str()));
+        words.push_back(nullptr);
+        ::execvp(words[0], words.data());
+        ::_exit(127);
+      }));
+    }
+    wait_for_answer();
+  }
+
+  // The address of a job's store.
+  std::string address(const std::string& job) const { return text("etcd://", join(endpoints_, ","), "/", job); }
+
+  void kill_member(std::size_t member) { members_[member].reset(); }
+
+ private:
+  static std::string free_address() {
+    const auto listener = transport::listen_at("127.0.0.1:0", access_of_environment());
+    return transport::local_address(listener);
+  }
+
+  // A folder in memory: members wait for the disk at each write, for seconds where the disk is busy.
+  struct Folder {
+    explicit Folder(std::filesystem::path of) : path(std::move(of)) {}
+    Folder(const Folder&) = delete;
+    Folder& operator=(const Folder&) = delete;
+    ~Folder() {
+      std::error_code ignored;
+      std::filesystem::remove_all(path, ignored);
+    }
+    const std::filesystem::path path;
+  };
+  static std::filesystem::path new_folder() {
+    std::string name = "/dev/shm/lockstep-etcd-XXXXXX";
+    if (::mkdtemp(name.data()) == nullptr) throw Error("no folder in /dev/shm");
+    return name;
+  }
+
+  void wait_for_answer() const {
+    constexpr std::chrono::seconds kToStart(60);
+    try {
+      EtcdStore::connect(address("start"), Deadline::after(kToStart), {.trusted_network = true});
+    } catch (const Error& error) {
+      std::string said = error.what();
+      for (std::size_t i = 0; i < members_.size(); ++i) {
+        std::ifstream log(folder_.path / text("m", i, ".log"));
+        said += text("\nm", i, ": ") + std::string(std::istreambuf_iterator<char>(log), {});
+      }
+      throw Error(said);
+    }
+  }
+
+  const Folder folder_;
+  std::vector<std::string> endpoints_;
+  std::vector<std::unique_ptr<ChildProcess>> members_;  // end before their folder goes
+};
+
+}  // namespace lockstep::etcd

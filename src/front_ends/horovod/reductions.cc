@@ -1,0 +1,200 @@
+// allreduce and reducescatter.
+#include <ATen/core/grad_mode.h>
+
+#include <map>
+
+#include "front_ends/horovod/operations.h"
+#include "front_ends/horovod/session.h"
+
+namespace lockstep::horovod {
+namespace {
+
+at::ScalarType sent_type(const Tensor& tensor, Compression compression) {
+  if (compression == Compression::none || !tensor.is_floating_point()) return tensor.scalar_type();
+  return compression == Compression::fp16 ? at::kHalf : at::kBFloat16;
+}
+
+Tensor scaled(const Tensor& tensor, double factor) {
+  return factor == 1 ? tensor : tensor.mul(factor).to(tensor.scalar_type());
+}
+
+// The contiguous copy of a tensor that is sent.
+Tensor prepared(const Tensor& tensor, const ReduceOptions& options) {
+  return scaled(own_on_host(tensor), options.prescale_factor).to(sent_type(tensor, options.compression));
+}
+
+Tensor finished(const Tensor& reduced, const Tensor& original, const ReduceOptions& options) {
+  return scaled(reduced.to(original.scalar_type()), options.postscale_factor).to(original.device());
+}
+
+std::string text_of(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
+  std::string all = text(caller, named(options.name), " (", name_of(options.op));
+  if (options.compression != Compression::none) {
+    all += options.compression == Compression::fp16 ? ", sent as fp16" : ", sent as bf16";
+  }
+  if (options.prescale_factor != 1) all += text(", prescale_factor ", options.prescale_factor);
+  if (options.postscale_factor != 1) all += text(", postscale_factor ", options.postscale_factor);
+  all += ") of ";
+  if (tensors.size() > 1) all += text(tensors.size(), " tensors: ");
+  std::vector<std::string> shapes;
+  for (const auto& tensor : tensors) shapes.push_back(text(tensor.scalar_type(), " ", tensor.sizes()));
+  return all + lockstep::join(shapes);
+}
+
+// Runs before anything is announced, so that an invalid call on one rank does not break the others' next call.
+void check(const char* caller, const Tensors& tensors, ReduceOp op) {
+  if (tensors.empty()) throw InvalidArgument(text(caller, ": there are no tensors"));
+  for (const auto& tensor : tensors) {
+    check_tensor(caller, tensor);
+    if (tensor.scalar_type() == at::kBool && op != Min && op != Max) {
+      throw InvalidArgument(text(caller, ": bools are reduced by Min (and) and Max (or), not by ", name_of(op)));
+    }
+  }
+}
+
+// Tensors of one dtype that are sent as one.
+struct Pack {
+  std::vector<std::size_t> tensors;
+  Tensor sent;
+};
+
+std::vector<Pack> packs_of(const Tensors& tensors, const ReduceOptions& options) {
+  std::map<at::ScalarType, std::vector<std::size_t>> by_dtype;
+  for (std::size_t i = 0; i < tensors.size(); ++i) by_dtype[sent_type(tensors[i], options.compression)].push_back(i);
+  std::vector<Pack> packs;
+  for (auto& [dtype, indices] : by_dtype) {
+    Tensors parts;
+    for (const auto i : indices) parts.push_back(prepared(tensors[i], options).view({-1}));
+    packs.push_back({std::move(indices), parts.size() == 1 ? parts[0] : at::cat(parts)});
+  }
+  return packs;
+}
+
+Started start_allreduce(const char* caller, const Tensors& tensors, const ReduceOptions& options, bool in_place) {
+  const auto session = Session::current();
+  check(caller, tensors, options.op);
+  auto results = std::make_shared<Tensors>(tensors);
+  const at::NoGradGuard no_gradient;
+  const auto run = [session = session.get(), caller, tensors, options, in_place, results,
+                    packs = packs_of(tensors, options)] {
+    const at::NoGradGuard without_gradient;
+    for (const auto& pack : packs) {
+      auto mine = Announcement::of(text_of(caller, tensors, options));
+      mine.kind = Announcement::Kind::reduction;
+      mine.dtype = ops::dtype_of(pack.sent.scalar_type());
+      mine.op = options.op;
+      mine.elements = pack.sent.numel();
+      session->negotiate(mine);
+      session->carry_out(with_name(Call::all_reduce(buffer_of(pack.sent), options.op), options.name));
+      std::int64_t at = 0;
+      for (const auto i : pack.tensors) {
+        const auto& tensor = tensors[i];
+        const auto value = finished(pack.sent.narrow(0, at, tensor.numel()).view(tensor.sizes()), tensor, options);
+        if (in_place) {
+          (*results)[i].detach().copy_(value);
+        } else {
+          (*results)[i] = value.variable_data();  // not a view: the user may change it in place
+        }
+        at += tensor.numel();
+      }
+    }
+  };
+  return {session->start(run), results};
+}
+
+Started start_reducescatter(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
+  const auto session = Session::current();
+  check(caller, tensors, options.op);
+  for (const auto& tensor : tensors) check_rows(caller, tensor);
+  auto results = std::make_shared<Tensors>(tensors.size());
+  const at::NoGradGuard no_gradient;
+  Tensors inputs;
+  for (const auto& tensor : tensors) inputs.push_back(prepared(tensor, options));
+  const auto run = [session = session.get(), caller, tensors, options, results, inputs] {
+    const at::NoGradGuard without_gradient;
+    const auto ranks = session->size();
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const auto& tensor = tensors[i];
+      const auto rows = tensor.size(0);
+      std::vector<std::int64_t> shares;
+      for (int r = 0; r < ranks; ++r) shares.push_back(rows / ranks + (r < rows % ranks ? 1 : 0));
+      session->negotiate(Announcement::of(text_of(caller, tensors, options)));
+      const auto output =
+          at::empty(with_rows(tensor, shares[static_cast<std::size_t>(session->rank())]), inputs[i].options());
+      session->carry_out(with_name(Call::reduce_scatter(buffer_of(inputs[i]), buffer_of(output), options.op,
+                                                        counts_of(shares, elements_of_row(tensor))),
+                                   options.name));
+      (*results)[i] = finished(output, tensor, options);
+    }
+  };
+  return {session->start(run), results};
+}
+
+void require_gradient(const char* caller, ReduceOp op) {
+  if (op == Average || op == Sum) return;
+  throw InvalidArgument(text(caller, " by ", name_of(op), " has no gradient; Average and Sum have one"));
+}
+
+Tensors scattered(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
+  const auto run = [&] { return start_reducescatter(caller, tensors, options).all().wait(); };
+  return differentiable(tensors, run, [caller, options](const Tensors& gradients, const auto&) {
+    require_gradient(caller, options.op);
+    const double factor =
+        options.prescale_factor * options.postscale_factor * (options.op == Sum ? static_cast<double>(size()) : 1);
+    Tensors scaled_gradients;
+    for (const auto& gradient : gradients) scaled_gradients.push_back(scaled(gradient, factor));
+    return grouped_allgather(scaled_gradients, name_of_backward(options.name));
+  });
+}
+
+Tensors reduced(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
+  const auto run = [&] { return start_allreduce(caller, tensors, options, false).all().wait(); };
+  return differentiable(tensors, run, [caller, options](const Tensors& gradients, const auto&) {
+    require_gradient(caller, options.op);
+    auto of_backward = options;
+    of_backward.name = name_of_backward(options.name);
+    return grouped_allreduce(gradients, of_backward);
+  });
+}
+
+}  // namespace
+
+Handle<Tensor> allreduce_async(const Tensor& tensor, const ReduceOptions& options) {
+  return start_allreduce("allreduce", {tensor}, options, false).only();
+}
+Handle<Tensor> allreduce_async_(Tensor tensor, const ReduceOptions& options) {
+  return start_allreduce("allreduce", {std::move(tensor)}, options, true).only();
+}
+Handle<Tensors> grouped_allreduce_async(const Tensors& tensors, const ReduceOptions& options) {
+  return start_allreduce("grouped_allreduce", tensors, options, false).all();
+}
+Handle<Tensors> grouped_allreduce_async_(Tensors tensors, const ReduceOptions& options) {
+  return start_allreduce("grouped_allreduce", tensors, options, true).all();
+}
+Handle<Tensor> reducescatter_async(const Tensor& tensor, const ReduceOptions& options) {
+  return start_reducescatter("reducescatter", {tensor}, options).only();
+}
+Handle<Tensors> grouped_reducescatter_async(const Tensors& tensors, const ReduceOptions& options) {
+  return start_reducescatter("grouped_reducescatter", tensors, options).all();
+}
+
+Tensor allreduce(const Tensor& tensor, const ReduceOptions& options) {
+  return reduced("allreduce", {tensor}, options)[0];
+}
+Tensor allreduce_(Tensor tensor, const ReduceOptions& options) {
+  return allreduce_async_(std::move(tensor), options).wait();
+}
+Tensors grouped_allreduce(const Tensors& tensors, const ReduceOptions& options) {
+  return reduced("grouped_allreduce", tensors, options);
+}
+Tensors grouped_allreduce_(Tensors tensors, const ReduceOptions& options) {
+  return grouped_allreduce_async_(std::move(tensors), options).wait();
+}
+Tensor reducescatter(const Tensor& tensor, const ReduceOptions& options) {
+  return scattered("reducescatter", {tensor}, options)[0];
+}
+Tensors grouped_reducescatter(const Tensors& tensors, const ReduceOptions& options) {
+  return scattered("grouped_reducescatter", tensors, options);
+}
+
+}  // namespace lockstep::horovod

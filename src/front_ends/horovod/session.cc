@@ -1,0 +1,187 @@
+#include "front_ends/horovod/session.h"
+
+#include <algorithm>
+
+#include "base/hash.h"
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::horovod {
+namespace {
+
+const Purpose kAnnouncing("telling the others the next call of Horovod"), kOperation("the announced call of Horovod");
+
+thread_local std::shared_ptr<Session> of_thread;
+
+struct OfProcess {
+  Mutex mutex;
+  std::shared_ptr<Session> session LOCKSTEP_GUARDED_BY(mutex);
+};
+OfProcess& of_process() {
+  static OfProcess holder;
+  return holder;
+}
+
+std::shared_ptr<Session> found() {
+  if (of_thread) return of_thread;
+  MutexLock lock(of_process().mutex);
+  return of_process().session;
+}
+
+bool is_joined(const Announcement& announcement) { return announcement.kind == Announcement::Kind::joined; }
+
+// True where a rank that has joined can take part, with zeros.
+bool has_zeros(const Announcement& announcement) {
+  return announcement.kind == Announcement::Kind::gradients ||
+         (announcement.kind == Announcement::Kind::reduction &&
+          (announcement.op == ReduceOp::sum || announcement.op == ReduceOp::mean));
+}
+
+// Why the ranks' calls do not match; empty where they do.
+std::string problem_of(const std::vector<Announcement>& all) {
+  const auto first = std::find_if_not(all.begin(), all.end(), is_joined);
+  if (first == all.end()) return "";
+  const auto rank_of = [&](auto at) { return at - all.begin(); };
+  const auto other = std::find_if(first, all.end(), [&](const Announcement& announcement) {
+    return !is_joined(announcement) && announcement.hash != first->hash;
+  });
+  if (other != all.end()) {
+    return text("the ranks' calls differ: rank ", rank_of(first), " calls ", first->text.data(), ", rank ",
+                rank_of(other), " ", other->text.data());
+  }
+  const auto joined = std::find_if(all.begin(), all.end(), is_joined);
+  if (joined == all.end() || has_zeros(*first)) return "";
+  return text("rank ", rank_of(joined), " has joined: until all have, ranks call only allreduce with Sum or Average, ",
+              "and steps of a DistributedOptimizer; rank ", rank_of(first), " calls ", first->text.data());
+}
+
+}  // namespace
+
+Announcement Announcement::of(const std::string& call) {
+  Announcement announcement;
+  announcement.hash = hash_of(call);
+  const auto shown = call.substr(0, announcement.text.size() - 1);
+  std::copy(shown.begin(), shown.end(), announcement.text.begin());
+  return announcement;
+}
+
+Session::Session(Position position, Communicator ranks)
+    : position_(std::move(position)), ranks_(std::move(ranks)), last_active_(size() - 1) {}
+
+Session::~Session() {
+  if (thread_.busy()) group().abort(text("rank ", rank(), " shut down"));
+}
+
+std::shared_ptr<Session> Session::current() {
+  auto session = found();
+  if (!session) throw Error("horovod::init() was not called, or shutdown() was");
+  return session;
+}
+
+bool Session::exists() { return found() != nullptr; }
+
+void Session::set(std::shared_ptr<Session> session) {
+  {
+    MutexLock lock(of_process().mutex);
+    of_process().session.swap(session);
+  }
+  // The previous session is destroyed here, without the lock.
+}
+
+Session::Use::Use(std::shared_ptr<Session> session) { of_thread = std::move(session); }
+Session::Use::~Use() { of_thread.reset(); }
+
+Work Session::start(std::function<void()> task) {
+  return thread_.add([&] {
+    return [this, task = std::move(task)] {
+      try {
+        task();
+      } catch (const InvalidArgument&) {
+        throw;  // thrown on all ranks, so nobody waits
+      } catch (const std::exception& error) {
+        group().abort(text("rank ", rank(), ": ", error.what()));
+        throw;
+      }
+    };
+  });
+}
+
+std::vector<Announcement> Session::negotiate(const Announcement& mine) {
+  auto all = exchange(mine);
+  const auto problem = problem_of(all);
+  if (!problem.empty()) throw InvalidArgument(problem);
+  return all;
+}
+
+std::vector<Announcement> Session::exchange(Announcement mine) {
+  std::vector<Announcement> all(static_cast<std::size_t>(size()));
+  auto call =
+      Call::all_gather({&mine, sizeof mine, DType::uint8}, {all.data(), all.size() * sizeof mine, DType::uint8});
+  call.purpose = kAnnouncing;
+  group().run(call, deadline());
+  const auto active = std::find_if_not(all.rbegin(), all.rend(), is_joined);
+  if (active != all.rend()) last_active_ = static_cast<int>(all.rend() - active) - 1;
+  return all;
+}
+
+void Session::carry_out(Call call) const {
+  call.purpose = kOperation;
+  group().run(call, deadline());
+}
+
+Communicator Session::split(const std::string& what) {
+  std::unique_ptr<Group> made;
+  run([&] {
+    negotiate(Announcement::of(what));
+    made = group().split(0, rank(), deadline());
+  });
+  return ranks_.with_group(*made);
+}
+
+int Session::join() {
+  int last = 0;
+  run([&] {
+    auto mine = Announcement::of("join");
+    mine.kind = Announcement::Kind::joined;
+    std::vector<Work> started;
+    while (true) {
+      const auto all = exchange(mine);
+      const auto active = std::find_if_not(all.begin(), all.end(), is_joined);
+      if (active == all.end()) break;
+      if (problem_of(all).empty()) answer(*active, started);
+    }
+    for (const auto& work : started) work.wait();
+    last = std::exchange(last_active_, size() - 1);
+  });
+  return last;
+}
+
+void Session::answer(const Announcement& theirs, std::vector<Work>& started) {
+  if (theirs.kind == Announcement::Kind::reduction) {
+    std::vector<std::byte> zeros(static_cast<std::size_t>(theirs.elements) * size_of(theirs.dtype));
+    carry_out(Call::all_reduce({zeros.data(), static_cast<std::size_t>(theirs.elements), theirs.dtype}, theirs.op));
+    return;
+  }
+  ShadowAllReduce all_reduce;
+  {
+    MutexLock lock(mutex_);
+    const auto found = optimizers_.find(theirs.optimizer);
+    if (found != optimizers_.end()) all_reduce = found->second;
+  }
+  if (!all_reduce)
+    throw Error(text("rank ", rank(), " has joined and has no more the optimizer of ", theirs.text.data()));
+  started.push_back(all_reduce());
+}
+
+std::int64_t Session::add_optimizer(ShadowAllReduce all_reduce) {
+  MutexLock lock(mutex_);
+  optimizers_.emplace(next_optimizer_, std::move(all_reduce));
+  return next_optimizer_++;
+}
+
+void Session::remove_optimizer(std::int64_t number) {
+  MutexLock lock(mutex_);
+  optimizers_.erase(number);
+}
+
+}  // namespace lockstep::horovod

@@ -1,0 +1,50 @@
+// Both ends of calls between processes: how a process connects, and how it answers.
+#pragma once
+
+#include <grpcpp/support/byte_buffer.h>
+
+#include <memory>
+#include <string>
+
+#include "lockstep/transport/access.h"
+#include "parameter_server/grpc_service/frames.h"
+#include "parameter_server/grpc_service/messages.pb.h"
+#include "parameter_server/grpc_service/shared_blocks.h"
+#include "parameter_server/service.h"
+
+namespace lockstep::grpc_service {
+
+// As ServiceEngine's.
+std::shared_ptr<parameter_server::ServerConnection> connect_server(
+    const parameter_server::ServiceEngine::ModelOnServer& of, parameter_server::FindAddress address,
+    const Access& access);
+bool transfer(const parameter_server::ServiceEngine::ModelOnServer& of, parameter_server::FindAddress address,
+              const Access& access, std::int64_t number, parameter_server::ShardStore& to, Deadline deadline);
+std::shared_ptr<parameter_server::ChiefConnection> connect_chief(const parameter_server::Process& self,
+                                                                 parameter_server::FindAddress address,
+                                                                 const Access& access);
+
+// As ServiceEngine::serve.
+std::unique_ptr<parameter_server::Endpoint> serve(const std::string& address, const Access& access,
+                                                  const parameter_server::Services& services);
+
+// The two directions of a call. False: the other end has closed its own.
+class CallStream {
+ public:
+  virtual ~CallStream() = default;
+  virtual bool read(grpc::ByteBuffer& frame) = 0;
+  virtual bool write(const grpc::ByteBuffer& frame) = 0;
+  virtual bool cancelled() const = 0;  // the other end waits for no answer any more
+};
+
+// State that all calls which a process answers share. Any thread.
+struct AnswerState {
+  Blocks blocks;
+  ReceiveBuffers buffers;
+};
+
+// Answers a call whose first message was `request`. Throws what the services throw, and InvalidArgument for a request
+// that fits nothing.
+void answer(const parameter_server::Services& services, AnswerState& state, CallStream& stream, const Request& request);
+
+}  // namespace lockstep::grpc_service

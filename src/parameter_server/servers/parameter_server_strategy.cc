@@ -1,0 +1,92 @@
+#include "lockstep/servers/parameter_server_strategy.h"
+
+#include "base/text.h"
+#include "parameter_server/server_cluster.h"
+#include "parameter_server/servers/servers.h"
+#include "strategy/devices.h"
+
+namespace lockstep {
+namespace {
+
+using parameter_server::Role;
+using parameter_server::ServerCluster;
+
+template <class... Allowed>
+[[noreturn]] void fail(const char* name, int value, const Allowed&... allowed) {
+  throw InvalidArgument(text("ParameterServerStrategy: ", name, " is ", value, "; it must be ", allowed...));
+}
+
+int replicas_of_shards(const ParameterServerOptions& options, int servers) {
+  const int replicas = options.replicas_of_shards;
+  if (replicas < 1 || replicas > 2) fail("replicas_of_shards", replicas, "1 or 2");
+  if (replicas > servers) fail("replicas_of_shards", replicas, "1 with one server");
+  return replicas;
+}
+
+bool bfloat16_gradients(const ParameterServerOptions& options) {
+  if (!options.gradient_dtype || *options.gradient_dtype == DType::bfloat16) return options.gradient_dtype.has_value();
+  throw InvalidArgument(text("ParameterServerStrategy: gradient_dtype is ", name_of(*options.gradient_dtype),
+                             "; it must be bfloat16, or not set"));
+}
+
+parameter_server::UpdateMode mode_of(const ParameterServerOptions& options, int workers) {
+  if (options.staleness_bound < -1) fail("staleness_bound", options.staleness_bound, "-1 (none) or more");
+  if (!options.synchronous) {
+    if (options.spare_workers != 0) fail("spare_workers", options.spare_workers, "0 unless synchronous is set");
+    return {.most_ahead = options.staleness_bound};
+  }
+  if (options.staleness_bound != -1) fail("staleness_bound", options.staleness_bound, "-1 where synchronous is set");
+  if (options.spare_workers < 0 || options.spare_workers >= workers) {
+    fail("spare_workers", options.spare_workers, "from 0 to ", workers - 1, " with ", workers, " workers");
+  }
+  return {.parts = workers, .needed = workers - options.spare_workers};
+}
+
+// Returns a worker's own devices, and all cores of its host for the chief, which evaluates. Servers compute no step.
+std::vector<std::string> devices_of(const ParameterServerOptions& options, Role role,
+                                    const cluster::CpuPartition& partition) {
+  if (role == Role::ps) return {"cpu:0"};
+  auto devices = options.devices.empty() ? strategy::default_devices(partition) : options.devices;
+  const bool own_choice = options.devices.empty() && devices[0].starts_with("cpu");
+  return role == Role::worker && own_choice ? std::vector<std::string>{"cpu:0"} : devices;
+}
+
+strategy::StrategySettings settings_of(ParameterServerOptions options) {
+  const auto resolved = options.cluster ? *options.cluster : resolve_cluster();
+  const auto cluster = parameter_server::with_roles(resolved, options.num_ps, options.evaluator);
+  const auto roles = parameter_server::roles_of(cluster);
+  const auto mode = mode_of(options, roles.workers);
+  auto among = std::make_shared<ServerCluster>(
+      cluster, parameter_server::ServerClusterOptions{.partitioner = options.variable_partitioner,
+                                                      .mode = mode,
+                                                      .replicas_of_shards = replicas_of_shards(options, roles.servers),
+                                                      .bfloat16_gradients = bfloat16_gradients(options),
+                                                      .start_seconds = options.start_timeout_seconds,
+                                                      .reconnect_seconds = options.reconnect_timeout_seconds});
+  const auto place = among->among_local_workers();
+  strategy::StrategySettings settings{
+      .threads_per_replica = options.threads_per_replica,
+      .partition = {place.rank, place.size},
+      .timeouts = {.start = options.start_timeout_seconds, .step = options.timeout_seconds}};
+  settings.devices = devices_of(options, roles.mine, settings.partition);
+  const int replicas = among->agree_on_replicas(static_cast<int>(settings.devices.size()));
+  settings.kind = std::make_shared<servers::Servers>(among, mode.parts * replicas);
+  if (place.size > 1) cluster::keep_to_partition(settings.partition);
+  return settings;
+}
+
+const parameter_server::Roles& roles_in(const ParameterServerStrategy& strategy) {
+  return servers::servers_of(unwrap(strategy)).cluster().roles();
+}
+
+}  // namespace
+
+ParameterServerStrategy::ParameterServerStrategy(ParameterServerOptions options)
+    : Strategy(std::make_shared<StrategyImpl>(settings_of(std::move(options)))) {}
+
+std::string ParameterServerStrategy::task_type() const { return parameter_server::name_of(roles_in(*this).mine); }
+int ParameterServerStrategy::task_index() const { return roles_in(*this).index; }
+int ParameterServerStrategy::num_workers() const { return roles_in(*this).workers; }
+int ParameterServerStrategy::num_ps() const { return roles_in(*this).servers; }
+
+}  // namespace lockstep
