@@ -135,7 +135,7 @@ Dataset Dataset::prefetch(std::int64_t buffer_size) const {
 
 Dataset Dataset::with_options(DatasetOptions options) const { return Dataset(stage_, options); }
 
-std::int64_t Dataset::num_files() const { return stage_->files(); }
+std::int64_t Dataset::num_files() const { return stage_->files; }
 
 Dataset Dataset::shard_files(std::int64_t num_shards, std::int64_t index) const {
   require(num_shards >= 1, "shard_files", "num_shards", num_shards, "at least 1");
@@ -150,13 +150,14 @@ Dataset Dataset::shard_files(std::int64_t num_shards, std::int64_t index) const 
 
 bool Dataset::lies_in_memory() const { return stage_->lies_in_memory(); }
 
-std::int64_t Dataset::cardinality() const { return stage_->cardinality(); }
+std::int64_t Dataset::cardinality() const { return stage_->cardinality; }
 
 DatasetIterator Dataset::iterate(Position position) const { return DatasetIterator(stage_, position); }
 
 std::optional<Example> Dataset::first(std::int64_t epoch) const {
   internal::Row row;
-  return stage_->first(epoch, row) ? std::optional(row.materialize()) : std::nullopt;
+  const bool found = stage_->keep_first ? stage_->keep_first(epoch, row) : stage_->open(epoch)->next(row);
+  return found ? std::optional(row.materialize()) : std::nullopt;
 }
 
 Dataset Dataset::keeping_first() const { return Dataset(data::make_kept_first_stage(stage_), options_); }

@@ -157,37 +157,25 @@ class ParallelMapCursor final : public Cursor {
   std::vector<std::jthread> threads_;  // last: they end before what they use
 };
 
-class MapStage final : public StageOver<MapStage> {
- public:
-  MapStage(StagePtr input, Function function, MapOptions options)
-      : StageOver(std::move(input)), function_(std::move(function)), options_(options), seed_(next_random_seed()) {}
-  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
-    const auto seed = mix(seed_, static_cast<std::uint64_t>(epoch));
-    const auto keeps_sizes = [input = input_, function = function_, epoch, seed] {
-      Row first;
-      if (!input->open(epoch)->next(first)) return true;
-      const auto before = first.examples();
-      return SeededCall(function, seed)(own(first), 0).size() == before;
-    };
-    if (options_.num_parallel_calls == 1) {
-      return std::make_unique<MapCursor>(input_->open(epoch), function_, seed, keeps_sizes);
-    }
-    return std::make_unique<ParallelMapCursor>(input_->open(epoch), function_, options_.num_parallel_calls, seed,
-                                               keeps_sizes);
-  }
-
-  bool lies_in_memory() const override { return false; }
-
- private:
-  Function function_;
-  MapOptions options_;
-  std::uint64_t seed_;
-};
-
 }  // namespace
 
 StagePtr make_map_stage(StagePtr input, std::function<Example(Example)> function, MapOptions options) {
-  return std::make_shared<MapStage>(std::move(input), std::move(function), options);
+  const auto seed_of_all = next_random_seed();
+  return over(std::move(input),
+              [function, calls = options.num_parallel_calls, seed_of_all](Stage& stage, const StagePtr& from) {
+                stage.open = [from, function, calls, seed_of_all](std::int64_t epoch) -> std::unique_ptr<Cursor> {
+                  const auto seed = mix(seed_of_all, static_cast<std::uint64_t>(epoch));
+                  const auto keeps_sizes = [from, function, epoch, seed] {
+                    Row first;
+                    if (!from->open(epoch)->next(first)) return true;
+                    const auto before = first.examples();
+                    return SeededCall(function, seed)(own(first), 0).size() == before;
+                  };
+                  if (calls == 1) return std::make_unique<MapCursor>(from->open(epoch), function, seed, keeps_sizes);
+                  return std::make_unique<ParallelMapCursor>(from->open(epoch), function, calls, seed, keeps_sizes);
+                };
+                stage.lies_in_memory = [] { return false; };
+              });
 }
 
 }  // namespace lockstep::data
