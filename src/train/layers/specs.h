@@ -6,13 +6,19 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/train/layers.h"
 
 namespace lockstep::train {
+
+// Returns the spec of layers of this kind, which build(input) makes.
+std::shared_ptr<const LayerSpec> spec_of(std::string kind, std::function<BuiltLayer(const Tensor& input)> build);
 
 // Keras's "valid" and "same" padding of images.
 
@@ -52,16 +58,11 @@ inline Padding padding_of(const std::string& padding, const Tensor& image, const
           one(image.size(3), window.size.width, window.strides.width, window.dilation.width)};
 }
 
-// An image, and how much an operator of LibTorch is to pad it on both sides.
-struct PaddedImage {
-  Tensor x;
-  std::array<std::int64_t, 2> padding;
-};
-
-// Adds zeros to the image here only where the two sides differ.
-inline PaddedImage pad_unevenly(const Tensor& x, const Padding& padding) {
-  if (padding.symmetric()) return {x, padding.before()};
-  return {at::constant_pad_nd(x, padding.as_torch()), {}};
+// Adds zeros to the image here only where the two sides differ. An operator of LibTorch is to add `padding`, which is
+// then none.
+inline Tensor pad_unevenly(const Tensor& x, Padding& padding) {
+  if (padding.symmetric()) return x;
+  return at::constant_pad_nd(x, std::exchange(padding, {}).as_torch());
 }
 
 inline std::array<std::int64_t, 2> pair(const Size2D& size) { return {size.height, size.width}; }
