@@ -3,12 +3,17 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 
+#include <memory>
 #include <mutex>
 #include <system_error>
 
 #include "base/process.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace lockstep::strategy {
 namespace {
@@ -27,21 +32,6 @@ bool runs_on(const ReplicaThreads* threads) {
   return false;
 }
 
-// Marks the threads as in use. Throws where another caller uses them.
-class RunGuard {
- public:
-  explicit RunGuard(std::atomic<bool>& busy) : busy_(busy) {
-    if (busy_.exchange(true))
-      throw InvalidArgument("two threads run steps of one strategy at once; they must take turns");
-  }
-  ~RunGuard() { busy_ = false; }
-  RunGuard(const RunGuard&) = delete;
-  RunGuard& operator=(const RunGuard&) = delete;
-
- private:
-  std::atomic<bool>& busy_;
-};
-
 // Serializes the calls: in a forked process LibTorch's first call makes its thread pool anew, which is not thread-safe.
 void set_threads_of_operators(int threads) {
   static std::mutex mutex;
@@ -59,7 +49,37 @@ std::vector<std::vector<int>> shares_of_cpus(const ReplicaThreadsOptions& option
   return shares;
 }
 
+void pause_cpu() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
 }  // namespace
+
+bool ThreadBarrier::wait() {
+  const auto generation = generation_.load(std::memory_order_acquire);  // before aborted_, which abort sets first
+  if (aborted_.load(std::memory_order_acquire)) return false;
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+    arrived_.store(0, std::memory_order_relaxed);
+    open();
+    return true;
+  }
+  const auto opened = [&] { return generation_.load(std::memory_order_acquire) != generation; };
+  for (int round = 0; round < spin_ && !opened(); ++round) pause_cpu();
+  generation_.wait(generation, std::memory_order_acquire);
+  return !aborted_.load(std::memory_order_acquire);
+}
+
+void ThreadBarrier::open() {
+  generation_.fetch_add(1, std::memory_order_release);
+  generation_.notify_all();
+}
+
+void ThreadBarrier::abort() {
+  aborted_.store(true, std::memory_order_release);
+  open();
+}
 
 ReplicaThreads::ReplicaThreads(ReplicaThreadsOptions options)
     : threads_per_replica_(options.threads_per_replica),
@@ -70,19 +90,22 @@ ReplicaThreads::ReplicaThreads(ReplicaThreadsOptions options)
     try {
       threads_.emplace_back([this, replica, cpus = shares[static_cast<std::size_t>(replica)]] { work(replica, cpus); });
     } catch (const std::system_error& error) {
-      started_.abort("a thread could not be started");  // ends the threads that were started
+      started_.abort();  // ends the threads that were started
       throw Error(text("cannot start the thread of replica ", replica, " of ", options.replicas, ": ", error.what(),
                        "; take fewer replicas, or raise the limit (ulimit -u)"));
     }
   }
 }
 
-ReplicaThreads::~ReplicaThreads() { started_.abort("the strategy ends"); }
+ReplicaThreads::~ReplicaThreads() { started_.abort(); }
 
 void ReplicaThreads::run(const std::function<void(int)>& function) {
   if (runs_on(this))
     throw InvalidArgument("run was called from within a step of the same strategy, which would wait for itself");
-  const RunGuard guard(busy_);
+  if (busy_.exchange(true))
+    throw InvalidArgument("two threads run steps of one strategy at once; they must take turns");
+  const auto idle = [](std::atomic<bool>* busy) { *busy = false; };
+  const std::unique_ptr<std::atomic<bool>, decltype(idle)> until_the_end(&busy_, idle);
   // Sets the number only where it changes: setting it clears oneDNN's caches.
   const int threads_before = at::get_num_threads();
   if (threads_before != threads_per_replica_) set_threads_of_operators(threads_per_replica_);
@@ -92,12 +115,12 @@ void ReplicaThreads::run(const std::function<void(int)>& function) {
     function(replica);
   };
   task_ = &task;
-  started_.wait(Deadline::never(), "the start of a step");
+  started_.wait();
   const Running level{this, running};
   running = &level;
   function(0);
   running = level.outer;
-  ended_.wait(Deadline::never(), "the end of a step");
+  ended_.wait();
   if (running != nullptr && threads_before != threads_per_replica_) set_threads_of_operators(threads_before);
 }
 
@@ -106,13 +129,9 @@ void ReplicaThreads::work(int replica, const std::vector<int>& cpus) {
   running = &level;
   if (!cpus.empty()) pin_current_thread(cpus);
   set_threads_of_operators(threads_per_replica_);  // before this thread's first parallel region
-  try {
-    for (;;) {
-      started_.wait(Deadline::never(), "the start of a step");
-      (*task_)(replica);
-      ended_.wait(Deadline::never(), "the end of a step");
-    }
-  } catch (const Aborted&) {  // the strategy ends
+  while (started_.wait()) {
+    (*task_)(replica);
+    ended_.wait();
   }
 }
 
