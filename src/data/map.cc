@@ -17,12 +17,9 @@ namespace {
 
 // An example that the function may change in place: a row of a table is copied.
 Example own(const Row& row) {
-  auto example = row.materialize();
   const bool shared = row.table != nullptr && !row.batch;
-  for (auto* column : {&example.x, &example.y, &example.weight}) {
-    if (shared && column->defined()) *column = column->clone();
-  }
-  return example;
+  if (!shared) return row.materialize();
+  return internal::each_of(row.materialize(), [](const Tensor& tensor) { return tensor.clone(); });
 }
 
 using Function = std::function<Example(Example)>;

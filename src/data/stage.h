@@ -13,6 +13,19 @@
 
 namespace lockstep::internal {
 
+// Returns change(tensor) of each tensor that the example has.
+template <class Change>
+Example each_of(const Example& example, const Change& change) {
+  const auto changed = [&](const Tensor& tensor) { return tensor.defined() ? change(tensor) : Tensor(); };
+  return {changed(example.x), changed(example.y), changed(example.weight)};
+}
+
+// Returns examples `first` to `first + count` of a batch.
+inline Example rows_of(const Example& batch, std::int64_t first, std::int64_t count) {
+  return each_of(
+      batch, [&](const Tensor& tensor) { return count == tensor.size(0) ? tensor : tensor.narrow(0, first, count); });
+}
+
 // An element of the pipeline: a value, or row `index` or a batch of rows of a table that many elements share. Rows are
 // passed on without being read, so that shuffling copies nothing, and a batch is gathered at once by its consumer.
 struct Row {

@@ -37,12 +37,8 @@ std::shared_ptr<Session> session_of(const World& world, const Communicator& rank
 
 void init(const InitOptions& options) {
   if (Session::exists()) return;
-  if (!(options.timeout_seconds > 0)) {
-    throw InvalidArgument(text("horovod::init: timeout_seconds is ", options.timeout_seconds, "; it must be above 0"));
-  }
-  if (!(options.regroup_seconds > 0)) {
-    throw InvalidArgument(text("horovod::init: regroup_seconds is ", options.regroup_seconds, "; it must be above 0"));
-  }
+  require(options.timeout_seconds > 0, "horovod::init: timeout_seconds", options.timeout_seconds, "above 0");
+  require(options.regroup_seconds > 0, "horovod::init: regroup_seconds", options.regroup_seconds, "above 0");
   const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
   if (!cluster.host_store.empty()) {
     Generations::set(std::make_shared<Generations>(cluster, options));

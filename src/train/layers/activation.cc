@@ -35,12 +35,6 @@ const std::map<std::string, Function>& activations() {
   return functions;
 }
 
-std::string names_of(const auto& named) {
-  std::vector<std::string> names;
-  for (const auto& [name, value] : named) names.push_back(name);
-  return join(names);
-}
-
 // Return the number of inputs, or of outputs, of a weight [outputs, inputs, ...], as keras.initializers.compute_fans.
 double numel_over(const Tensor& weight, std::int64_t dimension) {
   return static_cast<double>(weight.numel()) / (weight.dim() < 2 ? 1 : static_cast<double>(weight.size(dimension)));
@@ -79,7 +73,7 @@ const std::map<std::string, std::function<void(Tensor&)>>& initializers() {
 const auto& find(const auto& named, const char* what, const std::string& name) {
   const auto found = named.find(name);
   if (found == named.end())
-    throw InvalidArgument(text("no ", what, " is called \"", name, "\"; there are ", names_of(named)));
+    throw InvalidArgument(text("no ", what, " is called \"", name, "\"; there are ", names_in(named)));
   return found->second;
 }
 

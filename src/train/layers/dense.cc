@@ -60,7 +60,7 @@ Dropout::Dropout(double rate)
         auto module = std::make_shared<train::ParameterModule>();  // its mode says whether the layer trains
         return {module, [module, rate](const Tensor& x) { return at::dropout(x, rate, module->is_training()); }};
       })) {
-  if (!(rate >= 0 && rate <= 1)) throw InvalidArgument(text("Dropout: rate is ", rate, "; it must be from 0 to 1"));
+  require(rate >= 0 && rate <= 1, "Dropout: rate", rate, "from 0 to 1");
 }
 
 ModuleLayer::ModuleLayer(internal::MakeModule make, internal::ForwardOfModule forward, std::string kind)

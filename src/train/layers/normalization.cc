@@ -9,8 +9,7 @@ namespace lockstep {
 namespace {
 
 void require_epsilon(const char* layer, double epsilon) {
-  if (epsilon >= 0 && !std::isinf(epsilon)) return;
-  throw InvalidArgument(text(layer, ": epsilon is ", epsilon, "; it must be 0 or more, and finite"));
+  require(epsilon >= 0 && !std::isinf(epsilon), text(layer, ": epsilon"), epsilon, "0 or more, and finite");
 }
 
 struct BatchNormModule : train::ParameterModule {
@@ -77,9 +76,8 @@ BatchNormalization::BatchNormalization(BatchNormalizationOptions options)
         return {module,
                 [module, axis](const Tensor& x) { return module->forward(x.movedim(axis, 1)).movedim(1, axis); }};
       })) {
-  if (!(options.momentum >= 0 && options.momentum <= 1)) {
-    throw InvalidArgument(text("BatchNormalization: momentum is ", options.momentum, "; it must be from 0 to 1"));
-  }
+  require(options.momentum >= 0 && options.momentum <= 1, "BatchNormalization: momentum", options.momentum,
+          "from 0 to 1");
   require_epsilon("BatchNormalization", options.epsilon);
 }
 

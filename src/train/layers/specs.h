@@ -40,9 +40,8 @@ struct Padding {
 };
 
 inline void check_padding_name(const char* layer, const std::string& padding) {
-  if (padding != "valid" && padding != "same") {
-    throw InvalidArgument(text(layer, ": padding is \"", padding, "\"; it must be \"valid\" or \"same\""));
-  }
+  require(padding == "valid" || padding == "same", text(layer, ": padding"), text('"', padding, '"'),
+          R"("valid" or "same")");
 }
 
 // "same" makes ceil(size / stride) outputs; where the sum is odd, the larger half comes after.
@@ -81,9 +80,7 @@ struct ParameterModule : torch::nn::Module {
   Tensor weight, bias;
 };
 
-inline void require_positive(const char* what, std::int64_t value) {
-  if (value < 1) throw InvalidArgument(text(what, " is ", value, "; it must be at least 1"));
-}
+inline void require_positive(const char* what, std::int64_t value) { require(value >= 1, what, value, "at least 1"); }
 
 // Throws InvalidArgument unless the input has `dims` dimensions, batch included.
 inline void require_dims(const char* layer, const Tensor& input, std::int64_t dims, const char* names) {
