@@ -107,20 +107,16 @@ class ParallelMapCursor final : public Cursor {
   }
 
  private:
-  struct Task {
-    Row row;
-    std::int64_t index = 0;
-    std::promise<Example> result;
-  };
+  using Task = std::packaged_task<Example(SeededCall& call)>;
 
   void submit() {
-    Task task;
-    if (!input_->next(task.row)) {
+    Row row;
+    if (!input_->next(row)) {
       ended_ = true;
       return;
     }
-    task.index = index_++;
-    results_.push_back(task.result.get_future());
+    Task task([row = std::move(row), index = index_++](SeededCall& call) { return call(own(row), index); });
+    results_.push_back(task.get_future());
     const std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));
     arrived_.notify_one();
@@ -133,11 +129,7 @@ class ParallelMapCursor final : public Cursor {
       Task task = std::move(tasks_.front());
       tasks_.pop_front();
       lock.unlock();
-      try {
-        task.result.set_value(call(own(task.row), task.index));
-      } catch (...) {
-        task.result.set_exception(std::current_exception());
-      }
+      task(call);
     }
   }
 

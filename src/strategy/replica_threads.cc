@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <system_error>
@@ -18,19 +19,7 @@
 namespace lockstep::strategy {
 namespace {
 
-// The strategies whose step this thread is in, the innermost first.
-struct Running {
-  const ReplicaThreads* threads;
-  const Running* outer;
-};
-thread_local const Running* running = nullptr;
-
-bool runs_on(const ReplicaThreads* threads) {
-  for (const auto* level = running; level != nullptr; level = level->outer) {
-    if (level->threads == threads) return true;
-  }
-  return false;
-}
+thread_local std::vector<const ReplicaThreads*> running;  // of the steps that this thread is in, the innermost last
 
 // Serializes the calls: in a forked process LibTorch's first call makes its thread pool anew, which is not thread-safe.
 void set_threads_of_operators(int threads) {
@@ -40,11 +29,11 @@ void set_threads_of_operators(int threads) {
 }
 
 // Returns the cores of each replica, or empty lists where pinning would keep replicas off idle cores.
-std::vector<std::vector<int>> shares_of_cpus(const ReplicaThreadsOptions& options) {
-  const auto replicas = static_cast<std::size_t>(options.replicas);
-  const auto& cpus = options.cpus;
+std::vector<std::vector<int>> shares_of_cpus(const StrategySettings& settings) {
+  const auto replicas = settings.devices.size();
+  const auto cpus = settings.partition.cpus();  // these replicas may use them together
   std::vector<std::vector<int>> shares(replicas);
-  if (replicas * static_cast<std::size_t>(options.threads_per_replica) != cpus.size()) return shares;
+  if (replicas * static_cast<std::size_t>(settings.threads_per_replica) != cpus.size()) return shares;
   for (std::size_t i = 0; i < cpus.size(); ++i) shares[i * replicas / cpus.size()].push_back(cpus[i]);
   return shares;
 }
@@ -81,17 +70,18 @@ void ThreadBarrier::abort() {
   open();
 }
 
-ReplicaThreads::ReplicaThreads(ReplicaThreadsOptions options)
-    : threads_per_replica_(options.threads_per_replica),
-      started_(options.replicas, options.spin_rounds),
-      ended_(options.replicas, options.spin_rounds) {
-  const auto shares = shares_of_cpus(options);
-  for (int replica = 1; replica < options.replicas; ++replica) {
+ReplicaThreads::ReplicaThreads(const StrategySettings& settings, int spin_rounds)
+    : threads_per_replica_(settings.threads_per_replica),
+      started_(static_cast<int>(settings.devices.size()), spin_rounds),
+      ended_(static_cast<int>(settings.devices.size()), spin_rounds) {
+  const auto shares = shares_of_cpus(settings);
+  const auto replicas = static_cast<int>(shares.size());
+  for (int replica = 1; replica < replicas; ++replica) {
     try {
       threads_.emplace_back([this, replica, cpus = shares[static_cast<std::size_t>(replica)]] { work(replica, cpus); });
     } catch (const std::system_error& error) {
       started_.abort();  // ends the threads that were started
-      throw Error(text("cannot start the thread of replica ", replica, " of ", options.replicas, ": ", error.what(),
+      throw Error(text("cannot start the thread of replica ", replica, " of ", replicas, ": ", error.what(),
                        "; take fewer replicas, or raise the limit (ulimit -u)"));
     }
   }
@@ -100,7 +90,7 @@ ReplicaThreads::ReplicaThreads(ReplicaThreadsOptions options)
 ReplicaThreads::~ReplicaThreads() { started_.abort(); }
 
 void ReplicaThreads::run(const std::function<void(int)>& function) {
-  if (runs_on(this))
+  if (std::find(running.begin(), running.end(), this) != running.end())
     throw InvalidArgument("run was called from within a step of the same strategy, which would wait for itself");
   if (busy_.exchange(true))
     throw InvalidArgument("two threads run steps of one strategy at once; they must take turns");
@@ -116,17 +106,15 @@ void ReplicaThreads::run(const std::function<void(int)>& function) {
   };
   task_ = &task;
   started_.wait();
-  const Running level{this, running};
-  running = &level;
+  running.push_back(this);
   function(0);
-  running = level.outer;
+  running.pop_back();
   ended_.wait();
-  if (running != nullptr && threads_before != threads_per_replica_) set_threads_of_operators(threads_before);
+  if (!running.empty() && threads_before != threads_per_replica_) set_threads_of_operators(threads_before);
 }
 
 void ReplicaThreads::work(int replica, const std::vector<int>& cpus) {
-  const Running level{this, nullptr};
-  running = &level;
+  running.push_back(this);
   if (!cpus.empty()) pin_current_thread(cpus);
   set_threads_of_operators(threads_per_replica_);  // before this thread's first parallel region
   while (started_.wait()) {

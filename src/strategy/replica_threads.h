@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "strategy/settings.h"
+
 namespace lockstep::strategy {
 
 // A barrier for threads that `abort` ends, which std::barrier lacks. A thread that waits for the next step blocks
@@ -34,18 +36,12 @@ class ThreadBarrier {
   std::atomic<bool> aborted_{false};
 };
 
-struct ReplicaThreadsOptions {
-  int replicas = 1;
-  int threads_per_replica = 1;  // for LibTorch's operators on each
-  std::vector<int> cpus;        // these replicas may use them together
-  int spin_rounds = 0;          // how often a thread polls for the next task before it blocks
-};
-
 // When the replicas together use every one of their cores, each persistent thread is pinned to its share. The first
 // share is left for the callers.
 class ReplicaThreads {
  public:
-  explicit ReplicaThreads(ReplicaThreadsOptions options);
+  // `spin_rounds`: how often a thread polls for the next task before it blocks.
+  ReplicaThreads(const StrategySettings& settings, int spin_rounds);
   ~ReplicaThreads();
   ReplicaThreads(const ReplicaThreads&) = delete;
   ReplicaThreads& operator=(const ReplicaThreads&) = delete;
