@@ -61,7 +61,7 @@ bool ThreadBarrier::wait() {
 }
 
 void ThreadBarrier::open() {
-  generation_.fetch_add(1, std::memory_order_release);
+  ++generation_;
   generation_.notify_all();
 }
 

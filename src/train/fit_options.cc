@@ -71,17 +71,12 @@ Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& clas
   return batch;
 }
 
-// Throws where a callback is null.
-void check_given(const FitOptions& options) {
-  for (std::size_t i = 0; i < options.callbacks.size(); ++i) {
-    if (options.callbacks[i].operator->() == nullptr) throw InvalidArgument(text("fit: callback ", i, " is null"));
-  }
-}
-
 }  // namespace
 
 void check_fit_options(const Dataset& data, const FitOptions& options) {
-  check_given(options);
+  for (std::size_t i = 0; i < options.callbacks.size(); ++i) {
+    if (options.callbacks[i].operator->() == nullptr) throw InvalidArgument(text("fit: callback ", i, " is null"));
+  }
   require(options.epochs >= 1, "fit: epochs", options.epochs, "at least 1");
   require(options.initial_epoch >= 0, "fit: initial_epoch", options.initial_epoch, "0 or more");
   require(options.steps_per_epoch >= 0, "fit: steps_per_epoch", options.steps_per_epoch,
@@ -177,9 +172,6 @@ void compare_fits(const ModelImpl& impl, const Dataset& data, const FitOptions& 
     if (trains && !strategy::first_element(data, impl.replicas()).x.defined())  // nor is there one on any other process
       throw collective::RefusedByAll(impl.topology.peers, "fit: the data set yielded no batch");
   }
-}
-
-void compare_callbacks(const ModelImpl& impl, const FitOptions& options) {
   if (impl.topology.all.size() > 1) impl.topology.all.check_all_agree("callbacks", shared_callbacks(options));
 }
 

@@ -17,10 +17,8 @@
 
 namespace lockstep::train {
 
-// Models that are made of layers one after the other, which can be cut into stages.
-
-// Layers one after the other. Their names in the model: "0", "1", ...; or, if they are not `numbered`, those of the
-// submodules of each, which differ.
+// Layers one after the other, of a model that can be cut into stages. Their names in the model: "0", "1", ...; or, if
+// they are not `numbered`, those of the submodules of each, which differ.
 struct Layers {
   std::vector<PipelineStage> layers;
   bool numbered = true;
