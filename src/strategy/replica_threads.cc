@@ -47,27 +47,29 @@ void pause_cpu() {
 }  // namespace
 
 bool ThreadBarrier::wait() {
-  const auto generation = generation_.load(std::memory_order_acquire);  // before aborted_, which abort sets first
   if (aborted_.load(std::memory_order_acquire)) return false;
+  const auto generation = generation_.load(std::memory_order_acquire);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
     arrived_.store(0, std::memory_order_relaxed);
-    open();
+    MutexLock lock(mutex_);
+    generation_.store(generation + 1, std::memory_order_release);
+    if (sleepers_ > 0) opened_.notify_all();
     return true;
   }
-  const auto opened = [&] { return generation_.load(std::memory_order_acquire) != generation; };
-  for (int round = 0; round < spin_ && !opened(); ++round) pause_cpu();
-  generation_.wait(generation, std::memory_order_acquire);
-  return !aborted_.load(std::memory_order_acquire);
-}
-
-void ThreadBarrier::open() {
-  ++generation_;
-  generation_.notify_all();
+  for (int round = 0; round < spin_ && !opened(generation); ++round) pause_cpu();
+  if (!opened(generation)) {
+    MutexLock lock(mutex_);
+    ++sleepers_;
+    while (!opened(generation)) opened_.wait(mutex_);
+    --sleepers_;
+  }
+  return generation_.load(std::memory_order_acquire) != generation;
 }
 
 void ThreadBarrier::abort() {
+  MutexLock lock(mutex_);
   aborted_.store(true, std::memory_order_release);
-  open();
+  opened_.notify_all();
 }
 
 ReplicaThreads::ReplicaThreads(const StrategySettings& settings, int spin_rounds)

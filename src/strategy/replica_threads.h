@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "strategy/settings.h"
 
 namespace lockstep::strategy {
@@ -25,7 +26,9 @@ class ThreadBarrier {
   void abort();
 
  private:
-  void open();
+  bool opened(std::uint32_t generation) const {
+    return generation_.load(std::memory_order_acquire) != generation || aborted_.load(std::memory_order_acquire);
+  }
 
   const int size_;
   const int spin_;
@@ -34,6 +37,10 @@ class ThreadBarrier {
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<std::uint32_t> generation_{0};
   std::atomic<bool> aborted_{false};
+
+  alignas(64) Mutex mutex_;
+  CondVar opened_;
+  int sleepers_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
 };
 
 // When the replicas together use every one of their cores, each persistent thread is pinned to its share. The first
