@@ -1,4 +1,4 @@
-// Where examples come from: tensors, generators and files; and what stages over an input have in common.
+// Where examples come from: tensors, generators and files; and functions of stages over an input.
 #include <map>
 #include <mutex>
 #include <optional>
@@ -95,7 +95,7 @@ StagePtr make_generator_stage(std::function<Dataset::Generator()> make, std::int
   return std::make_shared<const Stage>(Stage{.open = open, .cardinality = cardinality});
 }
 
-// What stages over an input have in common.
+// Stages over an input have these functions in common.
 
 StagePtr over(StagePtr input, std::function<void(Stage& stage, const StagePtr& input)> change) {
   auto stage = std::make_shared<Stage>(*input);
