@@ -1,5 +1,5 @@
 // text(a, b, ...): the arguments printed one after the other, for messages. near_names finds the names that a wrong one
-// probably meant.
+// probably meant; require throws for a wrong value.
 #pragma once
 
 #include <algorithm>
@@ -12,6 +12,8 @@
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "lockstep/base/error.h"
 
 namespace lockstep {
 
@@ -52,6 +54,20 @@ std::string join(const Range& items, const char* separator = ", ") {
     before = separator;
   }
   return out.str();
+}
+
+// "a, b, c": the names in a map, or of other pairs that begin with a name.
+template <class Named>
+std::string names_in(const Named& named) {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : named) names.push_back(name);
+  return join(names);
+}
+
+// Throws InvalidArgument unless it `holds`: "`what` is `value`; it must be `allowed`".
+template <class Value, class... Allowed>
+void require(bool holds, const std::string& what, const Value& value, const Allowed&... allowed) {
+  if (!holds) throw InvalidArgument(text(what, " is ", value, "; it must be ", allowed...));
 }
 
 // "a, b, c and 7 more".

@@ -1,7 +1,6 @@
 // Stages that hold elements: batch, cache, prefetch.
 #include <condition_variable>
 #include <deque>
-#include <map>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -40,24 +39,6 @@ class BatchCursor final : public Cursor {
   std::vector<Row> rows_;
 };
 
-class BatchStage final : public StageOver<BatchStage> {
- public:
-  BatchStage(StagePtr input, std::int64_t size, BatchOptions options)
-      : StageOver(std::move(input)), size_(size), options_(options) {}
-  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
-    return std::make_unique<BatchCursor>(input_->open(epoch), size_, options_.drop_remainder);
-  }
-  std::int64_t cardinality() const override {
-    const auto all = input_->cardinality();
-    if (all < 0) return all;
-    return options_.drop_remainder ? all / size_ : (all + size_ - 1) / size_;
-  }
-
- private:
-  std::int64_t size_;
-  BatchOptions options_;
-};
-
 // The table of a cache, once some iterator has gone through the whole input.
 class CacheState {
  public:
@@ -83,60 +64,22 @@ class CacheState {
   StagePtr table_;  // guarded by mutex_
 };
 
-class FillingCursor final : public Cursor {
- public:
-  FillingCursor(std::unique_ptr<Cursor> input, std::int64_t cardinality, std::shared_ptr<CacheState> state)
-      : input_(std::move(input)), builder_(cardinality > 0 ? cardinality : 1024), state_(std::move(state)) {}
-
-  bool next(Row& row) override {
-    if (ended_) return false;
-    if (input_->next(row)) {
+// Passes the input's elements on, and keeps them when all have passed.
+std::unique_ptr<Cursor> filling(std::unique_ptr<Cursor> input, std::int64_t cardinality,
+                                std::shared_ptr<CacheState> state) {
+  return cursor_of([input = std::move(input), builder = TableBuilder(cardinality > 0 ? cardinality : 1024),
+                    state = std::move(state), ended = false](Row& row) mutable {
+    if (ended) return false;
+    if (input->next(row)) {
       row = {row.materialize()};
-      builder_.append(row.value);
+      builder.append(row.value);
       return true;
     }
-    ended_ = true;
-    if (builder_.size() > 0) state_->keep(builder_.finish());
+    ended = true;
+    if (builder.size() > 0) state->keep(builder.finish());
     return false;
-  }
-
- private:
-  std::unique_ptr<Cursor> input_;
-  TableBuilder builder_;
-  std::shared_ptr<CacheState> state_;
-  bool ended_ = false;
-};
-
-class CacheStage final : public StageOver<CacheStage> {
- public:
-  CacheStage(StagePtr input, const std::string& file)
-      : StageOver(std::move(input)), file_(file), state_(std::make_shared<CacheState>(file)) {}
-  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
-    if (const auto table = state_->table()) return table->open(epoch);
-    // Caches the first epoch's elements always, so that they do not depend on when training was restarted.
-    return std::make_unique<FillingCursor>(input_->open(0), input_->cardinality(), state_);
-  }
-  bool lies_in_memory() const override { return state_->table() != nullptr; }
-  StagePtr over_files(std::int64_t num_shards, std::int64_t index) const override {
-    auto input = input_->over_files(num_shards, index);
-    if (input == nullptr) return nullptr;
-    const auto suffix = text("-", index, "-of-", num_shards);
-    const std::lock_guard lock(parts_->mutex);
-    auto& part = parts_->stages[suffix];  // the same stage at each call, so that its cache is kept
-    if (part == nullptr) part = std::make_shared<CacheStage>(std::move(input), file_.empty() ? "" : file_ + suffix);
-    return part;
-  }
-
- private:
-  struct Parts {
-    std::mutex mutex;
-    std::map<std::string, StagePtr> stages;  // guarded by mutex
-  };
-
-  std::string file_;
-  std::shared_ptr<CacheState> state_;
-  std::shared_ptr<Parts> parts_ = std::make_shared<Parts>();
-};
+  });
+}
 
 class PrefetchCursor final : public Cursor {
  public:
@@ -209,30 +152,41 @@ class PrefetchCursor final : public Cursor {
   std::jthread thread_;       // last: it ends before what it uses
 };
 
-class PrefetchStage final : public StageOver<PrefetchStage> {
- public:
-  PrefetchStage(StagePtr input, std::int64_t buffer_size) : StageOver(std::move(input)), buffer_size_(buffer_size) {}
-  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
-    return std::make_unique<PrefetchCursor>(input_->open(epoch), buffer_size_);
-  }
-  bool lies_in_memory() const override { return false; }
-
- private:
-  std::int64_t buffer_size_;
-};
-
 }  // namespace
 
 StagePtr make_batch_stage(StagePtr input, std::int64_t size, BatchOptions options) {
-  return std::make_shared<BatchStage>(std::move(input), size, options);
+  return over(std::move(input), [size, drops = options.drop_remainder](Stage& stage, const StagePtr& from) {
+    stage.open = [from, size, drops](std::int64_t epoch) {
+      return std::make_unique<BatchCursor>(from->open(epoch), size, drops);
+    };
+    const auto all = from->cardinality;
+    stage.cardinality = all < 0 ? all : drops ? all / size : (all + size - 1) / size;
+  });
 }
 
 StagePtr make_cache_stage(StagePtr input, const std::string& file) {
-  return std::make_shared<CacheStage>(std::move(input), file);
+  return over(std::move(input), [file](Stage& stage, const StagePtr& from) {
+    const auto state = std::make_shared<CacheState>(file);
+    stage.open = [from, state](std::int64_t epoch) {
+      if (const auto table = state->table()) return table->open(epoch);
+      // Caches the first epoch's elements always, so that they do not depend on when training was restarted.
+      return filling(from->open(0), from->cardinality, state);
+    };
+    stage.lies_in_memory = [state] { return state->table() != nullptr; };
+    stage.over_files = made_once([from, file](std::int64_t num_shards, std::int64_t index) {
+      return make_cache_stage(from->over_files(num_shards, index),
+                              file.empty() ? "" : text(file, "-", index, "-of-", num_shards));
+    });
+  });
 }
 
 StagePtr make_prefetch_stage(StagePtr input, std::int64_t buffer_size) {
-  return std::make_shared<PrefetchStage>(std::move(input), buffer_size);
+  return over(std::move(input), [buffer_size](Stage& stage, const StagePtr& from) {
+    stage.open = [from, buffer_size](std::int64_t epoch) {
+      return std::make_unique<PrefetchCursor>(from->open(epoch), buffer_size);
+    };
+    stage.lies_in_memory = [] { return false; };
+  });
 }
 
 }  // namespace lockstep::data

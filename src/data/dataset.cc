@@ -8,20 +8,14 @@
 namespace lockstep {
 namespace {
 
-Tensor row_of(const Tensor& table, std::int64_t index) { return table.defined() ? table.select(0, index) : Tensor(); }
-
 constexpr int kMostParallelCalls = 1024;
-
-void require(bool holds, const char* stage, const char* name, std::int64_t value, const char* allowed) {
-  if (!holds) throw InvalidArgument(text("Dataset::", stage, ": ", name, " is ", value, "; it must be ", allowed));
-}
 
 }  // namespace
 
 Example internal::Row::materialize() const {
   if (table == nullptr) return value;
   if (batch) return data::gather_rows(*table, *batch);
-  return {row_of(table->x, index), row_of(table->y, index), row_of(table->weight, index)};
+  return each_of(*table, [this](const Tensor& column) { return column.select(0, index); });
 }
 
 DatasetIterator::DatasetIterator(std::shared_ptr<const internal::Stage> stage, Position position)
@@ -88,8 +82,8 @@ Dataset Dataset::from_idx(const std::string& images, const std::string& labels) 
 
 Dataset Dataset::map(std::function<Example(Example)> function, MapOptions options) const {
   if (!function) throw InvalidArgument("Dataset::map: the function is empty");
-  require(options.num_parallel_calls >= 1 && options.num_parallel_calls <= kMostParallelCalls, "map",
-          "num_parallel_calls", options.num_parallel_calls, "from 1 to 1024: each is a thread");
+  require(options.num_parallel_calls >= 1 && options.num_parallel_calls <= kMostParallelCalls,
+          "Dataset::map: num_parallel_calls", options.num_parallel_calls, "from 1 to 1024: each is a thread");
   return Dataset(data::make_map_stage(stage_, std::move(function), options), options_);
 }
 
@@ -98,48 +92,48 @@ Dataset Dataset::cache(const std::string& file) const {
 }
 
 Dataset Dataset::shuffle(std::int64_t buffer_size, ShuffleOptions options) const {
-  require(buffer_size >= 1, "shuffle", "buffer_size", buffer_size, "at least 1");
+  require(buffer_size >= 1, "Dataset::shuffle: buffer_size", buffer_size, "at least 1");
   return Dataset(data::make_shuffle_stage(stage_, buffer_size, options), options_);
 }
 
 Dataset Dataset::batch(std::int64_t size, BatchOptions options) const {
-  require(size >= 1, "batch", "size", size, "at least 1");
+  require(size >= 1, "Dataset::batch: size", size, "at least 1");
   return Dataset(data::make_batch_stage(stage_, size, options), options_);
 }
 
 Dataset Dataset::repeat(std::int64_t count) const {
-  require(count >= 0 || count == kInfinite, "repeat", "count", count, "0 or more, or Dataset::kInfinite");
+  require(count >= 0 || count == kInfinite, "Dataset::repeat: count", count, "0 or more, or Dataset::kInfinite");
   return Dataset(data::make_repeat_stage(stage_, count), options_);
 }
 
 Dataset Dataset::take(std::int64_t count) const {
-  require(count >= 0, "take", "count", count, "0 or more");
+  require(count >= 0, "Dataset::take: count", count, "0 or more");
   return Dataset(data::make_take_stage(stage_, count), options_);
 }
 
 Dataset Dataset::skip(std::int64_t count) const {
-  require(count >= 0, "skip", "count", count, "0 or more");
+  require(count >= 0, "Dataset::skip: count", count, "0 or more");
   return Dataset(data::make_skip_stage(stage_, count), options_);
 }
 
 Dataset Dataset::shard(std::int64_t num_shards, std::int64_t index) const {
-  require(num_shards >= 1, "shard", "num_shards", num_shards, "at least 1");
-  require(index >= 0 && index < num_shards, "shard", "index", index, "at least 0 and below num_shards");
+  require(num_shards >= 1, "Dataset::shard: num_shards", num_shards, "at least 1");
+  require(index >= 0 && index < num_shards, "Dataset::shard: index", index, "at least 0 and below num_shards");
   return Dataset(data::make_shard_stage(stage_, num_shards, index), options_);
 }
 
 Dataset Dataset::prefetch(std::int64_t buffer_size) const {
-  require(buffer_size >= 1, "prefetch", "buffer_size", buffer_size, "at least 1");
+  require(buffer_size >= 1, "Dataset::prefetch: buffer_size", buffer_size, "at least 1");
   return Dataset(data::make_prefetch_stage(stage_, buffer_size), options_);
 }
 
 Dataset Dataset::with_options(DatasetOptions options) const { return Dataset(stage_, options); }
 
-std::int64_t Dataset::num_files() const { return stage_->files(); }
+std::int64_t Dataset::num_files() const { return stage_->files; }
 
 Dataset Dataset::shard_files(std::int64_t num_shards, std::int64_t index) const {
-  require(num_shards >= 1, "shard_files", "num_shards", num_shards, "at least 1");
-  require(index >= 0 && index < num_shards, "shard_files", "index", index, "at least 0 and below num_shards");
+  require(num_shards >= 1, "Dataset::shard_files: num_shards", num_shards, "at least 1");
+  require(index >= 0 && index < num_shards, "Dataset::shard_files: index", index, "at least 0 and below num_shards");
   if (num_files() < num_shards) {
     throw InvalidArgument(text("a data set of ", num_files(),
                                " files (Dataset::from_files) cannot be divided by files among ", num_shards,
@@ -150,19 +144,20 @@ Dataset Dataset::shard_files(std::int64_t num_shards, std::int64_t index) const 
 
 bool Dataset::lies_in_memory() const { return stage_->lies_in_memory(); }
 
-std::int64_t Dataset::cardinality() const { return stage_->cardinality(); }
+std::int64_t Dataset::cardinality() const { return stage_->cardinality; }
 
 DatasetIterator Dataset::iterate(Position position) const { return DatasetIterator(stage_, position); }
 
 std::optional<Example> Dataset::first(std::int64_t epoch) const {
   internal::Row row;
-  return stage_->first(epoch, row) ? std::optional(row.materialize()) : std::nullopt;
+  const bool found = stage_->keep_first ? stage_->keep_first(epoch, row) : stage_->open(epoch)->next(row);
+  return found ? std::optional(row.materialize()) : std::nullopt;
 }
 
 Dataset Dataset::keeping_first() const { return Dataset(data::make_kept_first_stage(stage_), options_); }
 
 DatasetIterator Dataset::iterate_from(FromExample from) const {
-  require(from.example >= 0, "iterate_from", "example", from.example, "0 or more");
+  require(from.example >= 0, "Dataset::iterate_from: example", from.example, "0 or more");
   return DatasetIterator(stage_, from);
 }
 

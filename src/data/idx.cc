@@ -58,11 +58,8 @@ class IdxReader {
   }
 
  private:
-  struct Close {
-    void operator()(gzFile_s* file) const { ::gzclose(file); }
-  };
   std::string path_;
-  std::unique_ptr<gzFile_s, Close> file_;
+  std::unique_ptr<gzFile_s, int (*)(gzFile)> file_{nullptr, &::gzclose};
   std::int64_t offset_ = 0;
 };
 

@@ -1,5 +1,4 @@
 // keeping_first: the first element of an epoch is looked at, and comes again out of the next iterator.
-#include <map>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -52,52 +51,38 @@ class KeptFirstCursor final : public Cursor {
   bool before_first_ = true, ended_ = false;
 };
 
-class KeptFirstStage final : public StageOver<KeptFirstStage> {
- public:
-  explicit KeptFirstStage(StagePtr input) : StageOver(std::move(input)), state_(std::make_shared<State>()) {}
-
-  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
-    const std::lock_guard lock(state_->mutex);
-    if (!state_->begun || state_->begun->epoch != epoch) {
-      state_->begun.reset();  // nobody asks for it any more, and it may hold a shuffle's buffer
-      return input_->open(epoch);
-    }
-    return std::make_unique<KeptFirstCursor>(*std::exchange(state_->begun, std::nullopt), input_);
-  }
-
-  bool first(std::int64_t epoch, Row& row) const override {
-    const std::lock_guard lock(state_->mutex);
-    if (!state_->begun || state_->begun->epoch != epoch) {
-      Begun begun{.epoch = epoch, .cursor = input_->open(epoch), .first = std::nullopt};
-      Row read;
-      if (begun.cursor->next(read)) begun.first = std::move(read);
-      state_->begun = std::move(begun);
-    }
-    if (state_->begun->first) row = *state_->begun->first;
-    return state_->begun->first.has_value();
-  }
-
-  StagePtr over_files(std::int64_t num_shards, std::int64_t index) const override {
-    const std::lock_guard lock(state_->mutex);
-    auto& part = state_->parts[{num_shards, index}];  // the same stage at each call, so that its element is kept
-    if (part == nullptr) {
-      auto input = input_->over_files(num_shards, index);
-      if (input != nullptr) part = std::make_shared<KeptFirstStage>(std::move(input));
-    }
-    return part;
-  }
-
- private:
-  struct State {
-    std::mutex mutex;
-    std::optional<Begun> begun;                                       // guarded by mutex, like parts
-    std::map<std::pair<std::int64_t, std::int64_t>, StagePtr> parts;  // by number of shards, and index
-  };
-  std::shared_ptr<State> state_;
-};
-
 }  // namespace
 
-StagePtr make_kept_first_stage(StagePtr input) { return std::make_shared<KeptFirstStage>(std::move(input)); }
+StagePtr make_kept_first_stage(StagePtr input) {
+  struct Kept {
+    std::mutex mutex;
+    std::optional<Begun> begun;  // guarded by mutex
+
+    bool is_of(std::int64_t epoch) const { return begun && begun->epoch == epoch; }
+  };
+  return over(std::move(input), [](Stage& stage, const StagePtr& from) {
+    const auto kept = std::make_shared<Kept>();
+    stage.open = [from, kept](std::int64_t epoch) -> std::unique_ptr<Cursor> {
+      const std::lock_guard lock(kept->mutex);
+      if (kept->is_of(epoch)) return std::make_unique<KeptFirstCursor>(*std::exchange(kept->begun, std::nullopt), from);
+      kept->begun.reset();  // nobody asks for it any more, and it may hold a shuffle's buffer
+      return from->open(epoch);
+    };
+    stage.keep_first = [from, kept](std::int64_t epoch, Row& row) {
+      const std::lock_guard lock(kept->mutex);
+      if (!kept->is_of(epoch)) {
+        Begun begun{.epoch = epoch, .cursor = from->open(epoch), .first = std::nullopt};
+        Row read;
+        if (begun.cursor->next(read)) begun.first = std::move(read);
+        kept->begun = std::move(begun);
+      }
+      if (kept->begun->first) row = *kept->begun->first;
+      return kept->begun->first.has_value();
+    };
+    stage.over_files = made_once([from](std::int64_t num_shards, std::int64_t index) {
+      return make_kept_first_stage(from->over_files(num_shards, index));
+    });
+  });
+}
 
 }  // namespace lockstep::data

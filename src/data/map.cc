@@ -17,12 +17,9 @@ namespace {
 
 // An example that the function may change in place: a row of a table is copied.
 Example own(const Row& row) {
-  auto example = row.materialize();
   const bool shared = row.table != nullptr && !row.batch;
-  for (auto* column : {&example.x, &example.y, &example.weight}) {
-    if (shared && column->defined()) *column = column->clone();
-  }
-  return example;
+  if (!shared) return row.materialize();
+  return internal::each_of(row.materialize(), [](const Tensor& tensor) { return tensor.clone(); });
 }
 
 using Function = std::function<Example(Example)>;
@@ -110,20 +107,16 @@ class ParallelMapCursor final : public Cursor {
   }
 
  private:
-  struct Task {
-    Row row;
-    std::int64_t index = 0;
-    std::promise<Example> result;
-  };
+  using Task = std::packaged_task<Example(SeededCall& call)>;
 
   void submit() {
-    Task task;
-    if (!input_->next(task.row)) {
+    Row row;
+    if (!input_->next(row)) {
       ended_ = true;
       return;
     }
-    task.index = index_++;
-    results_.push_back(task.result.get_future());
+    Task task([row = std::move(row), index = index_++](SeededCall& call) { return call(own(row), index); });
+    results_.push_back(task.get_future());
     const std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));
     arrived_.notify_one();
@@ -136,11 +129,7 @@ class ParallelMapCursor final : public Cursor {
       Task task = std::move(tasks_.front());
       tasks_.pop_front();
       lock.unlock();
-      try {
-        task.result.set_value(call(own(task.row), task.index));
-      } catch (...) {
-        task.result.set_exception(std::current_exception());
-      }
+      task(call);
     }
   }
 
@@ -157,37 +146,25 @@ class ParallelMapCursor final : public Cursor {
   std::vector<std::jthread> threads_;  // last: they end before what they use
 };
 
-class MapStage final : public StageOver<MapStage> {
- public:
-  MapStage(StagePtr input, Function function, MapOptions options)
-      : StageOver(std::move(input)), function_(std::move(function)), options_(options), seed_(next_random_seed()) {}
-  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
-    const auto seed = mix(seed_, static_cast<std::uint64_t>(epoch));
-    const auto keeps_sizes = [input = input_, function = function_, epoch, seed] {
-      Row first;
-      if (!input->open(epoch)->next(first)) return true;
-      const auto before = first.examples();
-      return SeededCall(function, seed)(own(first), 0).size() == before;
-    };
-    if (options_.num_parallel_calls == 1) {
-      return std::make_unique<MapCursor>(input_->open(epoch), function_, seed, keeps_sizes);
-    }
-    return std::make_unique<ParallelMapCursor>(input_->open(epoch), function_, options_.num_parallel_calls, seed,
-                                               keeps_sizes);
-  }
-
-  bool lies_in_memory() const override { return false; }
-
- private:
-  Function function_;
-  MapOptions options_;
-  std::uint64_t seed_;
-};
-
 }  // namespace
 
 StagePtr make_map_stage(StagePtr input, std::function<Example(Example)> function, MapOptions options) {
-  return std::make_shared<MapStage>(std::move(input), std::move(function), options);
+  const auto seed_of_all = next_random_seed();
+  return over(std::move(input),
+              [function, calls = options.num_parallel_calls, seed_of_all](Stage& stage, const StagePtr& from) {
+                stage.open = [from, function, calls, seed_of_all](std::int64_t epoch) -> std::unique_ptr<Cursor> {
+                  const auto seed = mix(seed_of_all, static_cast<std::uint64_t>(epoch));
+                  const auto keeps_sizes = [from, function, epoch, seed] {
+                    Row first;
+                    if (!from->open(epoch)->next(first)) return true;
+                    const auto before = first.examples();
+                    return SeededCall(function, seed)(own(first), 0).size() == before;
+                  };
+                  if (calls == 1) return std::make_unique<MapCursor>(from->open(epoch), function, seed, keeps_sizes);
+                  return std::make_unique<ParallelMapCursor>(from->open(epoch), function, calls, seed, keeps_sizes);
+                };
+                stage.lies_in_memory = [] { return false; };
+              });
 }
 
 }  // namespace lockstep::data

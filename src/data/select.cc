@@ -28,41 +28,6 @@ class TakeCursor final : public Cursor {
   std::int64_t left_;
 };
 
-class TakeStage final : public StageOver<TakeStage> {
- public:
-  TakeStage(StagePtr input, std::int64_t count) : StageOver(std::move(input)), count_(count) {}
-  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
-    return std::make_unique<TakeCursor>(input_->open(epoch), count_);
-  }
-  std::int64_t cardinality() const override {
-    const auto all = input_->cardinality();
-    if (all == Dataset::kInfinite) return count_;
-    return all < 0 ? all : std::min(all, count_);
-  }
-
-  std::int64_t files() const override { return 0; }  // this stage counts elements of all files together
- private:
-  std::int64_t count_;
-};
-
-class SkipStage final : public StageOver<SkipStage> {
- public:
-  SkipStage(StagePtr input, std::int64_t count) : StageOver(std::move(input)), count_(count) {}
-  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
-    auto cursor = input_->open(epoch);
-    cursor->skip(count_);
-    return cursor;
-  }
-  std::int64_t cardinality() const override {
-    const auto all = input_->cardinality();
-    return all < 0 ? all : std::max<std::int64_t>(0, all - count_);
-  }
-
-  std::int64_t files() const override { return 0; }  // this stage counts elements of all files together
- private:
-  std::int64_t count_;
-};
-
 class ShardCursor final : public Cursor {
  public:
   ShardCursor(std::unique_ptr<Cursor> input, std::int64_t num_shards, std::int64_t index)
@@ -79,24 +44,6 @@ class ShardCursor final : public Cursor {
   std::unique_ptr<Cursor> input_;
   std::int64_t num_shards_;
   std::int64_t before_;  // elements of other shards before the next of this one
-};
-
-class ShardStage final : public StageOver<ShardStage> {
- public:
-  ShardStage(StagePtr input, std::int64_t num_shards, std::int64_t index)
-      : StageOver(std::move(input)), num_shards_(num_shards), index_(index) {}
-  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
-    return std::make_unique<ShardCursor>(input_->open(epoch), num_shards_, index_);
-  }
-  std::int64_t cardinality() const override {
-    const auto all = input_->cardinality();
-    return all < 0 ? all : (all - index_ + num_shards_ - 1) / num_shards_;
-  }
-
-  std::int64_t files() const override { return 0; }  // this stage counts elements of all files together
- private:
-  std::int64_t num_shards_;
-  std::int64_t index_;
 };
 
 class RepeatCursor final : public Cursor {
@@ -121,7 +68,7 @@ class RepeatCursor final : public Cursor {
   }
 
   void skip(std::int64_t count) override {
-    for (const auto all = input_->cardinality(); all > 0 && count >= all && cursor_ == nullptr && pass_ != end_;
+    for (const auto all = input_->cardinality; all > 0 && count >= all && cursor_ == nullptr && pass_ != end_;
          count -= all) {
       ++pass_;
     }
@@ -153,97 +100,86 @@ class RepeatCursor final : public Cursor {
   bool empty_ = true;  // the current pass has yielded nothing yet
 };
 
-class RepeatStage final : public StageOver<RepeatStage> {
- public:
-  RepeatStage(StagePtr input, std::int64_t count) : StageOver(std::move(input)), count_(count) {}
-  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
-    const auto first_pass = count_ < 0 ? epoch : epoch * count_;
-    return std::make_unique<RepeatCursor>(input_, first_pass, count_);
-  }
-  std::int64_t cardinality() const override {
-    const auto all = input_->cardinality();
-    if (all == 0 || count_ == 0) return 0;
-    if (all == Dataset::kInfinite || count_ < 0) return Dataset::kInfinite;
-    return all < 0 ? all : all * count_;
-  }
+// Maps a random number to one below `bound`, uniformly, by the high half of a product (Lemire 2019; its bias of
+// bound / 2^64 is left in).
+std::size_t below(std::size_t bound, std::uint64_t random) {
+  __extension__ using Wide = unsigned __int128;
+  return static_cast<std::size_t>((static_cast<Wide>(random) * bound) >> 64);
+}
 
- private:
-  std::int64_t count_;
-};
-
-class ShuffleCursor final : public Cursor {
- public:
-  ShuffleCursor(std::unique_ptr<Cursor> input, std::int64_t buffer_size, std::uint64_t seed)
-      : input_(std::move(input)), buffer_size_(static_cast<std::size_t>(buffer_size)), seed_(seed) {}
-
-  bool next(Row& row) override {
-    while (!ended_ && buffer_.size() < buffer_size_) {
+// Draws from a buffer of the input's elements.
+std::unique_ptr<Cursor> shuffled(std::unique_ptr<Cursor> input, std::size_t buffer_size, std::uint64_t seed) {
+  return cursor_of([input = std::move(input), buffer_size, seed, drawn = std::uint64_t{0}, buffer = std::vector<Row>(),
+                    ended = false](Row& row) mutable {
+    while (!ended && buffer.size() < buffer_size) {
       Row incoming;
-      if (input_->next(incoming)) {
-        buffer_.push_back(std::move(incoming));
-      } else {
-        ended_ = true;
-      }
+      ended = !input->next(incoming);
+      if (!ended) buffer.push_back(std::move(incoming));
     }
-    if (buffer_.empty()) return false;
-    std::swap(buffer_[draw(buffer_.size())], buffer_.back());
-    row = std::move(buffer_.back());
-    buffer_.pop_back();
+    if (buffer.empty()) return false;
+    std::swap(buffer[below(buffer.size(), mix(seed, ++drawn))], buffer.back());
+    row = std::move(buffer.back());
+    buffer.pop_back();
     return true;
-  }
-
- private:
-  // Uniform below `bound`, by the high half of a product (Lemire 2019; its bias of bound / 2^64 is left in).
-  std::size_t draw(std::size_t bound) {
-    __extension__ using Wide = unsigned __int128;
-    return static_cast<std::size_t>((static_cast<Wide>(mix(seed_, ++drawn_)) * bound) >> 64);
-  }
-
-  std::unique_ptr<Cursor> input_;
-  std::size_t buffer_size_;
-  std::uint64_t seed_;
-  std::uint64_t drawn_ = 0;
-  std::vector<Row> buffer_;
-  bool ended_ = false;
-};
-
-class ShuffleStage final : public StageOver<ShuffleStage> {
- public:
-  ShuffleStage(StagePtr input, std::int64_t buffer_size, ShuffleOptions options)
-      : StageOver(std::move(input)),
-        buffer_size_(buffer_size),
-        seed_(options.seed ? mix(*options.seed) : next_random_seed()),
-        anew_(options.reshuffle_each_iteration) {}
-  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
-    const auto seed = mix(seed_, anew_ ? static_cast<std::uint64_t>(epoch) : 0);
-    return std::make_unique<ShuffleCursor>(input_->open(epoch), buffer_size_, seed);
-  }
-
- private:
-  std::int64_t buffer_size_;
-  std::uint64_t seed_;
-  bool anew_;
-};
+  });
+}
 
 }  // namespace
 
+// Take, skip and shard count elements of all files together, so these have no files.
+
 StagePtr make_take_stage(StagePtr input, std::int64_t count) {
-  return std::make_shared<TakeStage>(std::move(input), count);
+  return over(std::move(input), [count](Stage& stage, const StagePtr& from) {
+    stage.open = [from, count](std::int64_t epoch) { return std::make_unique<TakeCursor>(from->open(epoch), count); };
+    const auto all = from->cardinality;
+    stage.cardinality = all == Dataset::kInfinite ? count : all < 0 ? all : std::min(all, count);
+    stage.files = 0;
+  });
 }
+
 StagePtr make_skip_stage(StagePtr input, std::int64_t count) {
-  return std::make_shared<SkipStage>(std::move(input), count);
+  return over(std::move(input), [count](Stage& stage, const StagePtr& from) {
+    stage.open = [from, count](std::int64_t epoch) {
+      auto cursor = from->open(epoch);
+      cursor->skip(count);
+      return cursor;
+    };
+    const auto all = from->cardinality;
+    stage.cardinality = all < 0 ? all : std::max<std::int64_t>(0, all - count);
+    stage.files = 0;
+  });
 }
 
 StagePtr make_shard_stage(StagePtr input, std::int64_t num_shards, std::int64_t index) {
-  return std::make_shared<ShardStage>(std::move(input), num_shards, index);
+  return over(std::move(input), [num_shards, index](Stage& stage, const StagePtr& from) {
+    stage.open = [from, num_shards, index](std::int64_t epoch) {
+      return std::make_unique<ShardCursor>(from->open(epoch), num_shards, index);
+    };
+    const auto all = from->cardinality;
+    stage.cardinality = all < 0 ? all : (all - index + num_shards - 1) / num_shards;
+    stage.files = 0;
+  });
 }
 
 StagePtr make_repeat_stage(StagePtr input, std::int64_t count) {
-  return std::make_shared<RepeatStage>(std::move(input), count);
+  return over(std::move(input), [count](Stage& stage, const StagePtr& from) {
+    stage.open = [from, count](std::int64_t epoch) {
+      return std::make_unique<RepeatCursor>(from, count < 0 ? epoch : epoch * count, count);
+    };
+    const auto all = from->cardinality;
+    const bool endless = all == Dataset::kInfinite || count < 0;
+    stage.cardinality = all == 0 || count == 0 ? 0 : endless ? Dataset::kInfinite : all < 0 ? all : all * count;
+  });
 }
 
 StagePtr make_shuffle_stage(StagePtr input, std::int64_t buffer_size, ShuffleOptions options) {
-  return std::make_shared<ShuffleStage>(std::move(input), buffer_size, options);
+  const auto seed = options.seed ? mix(*options.seed) : next_random_seed();
+  return over(std::move(input), [size = static_cast<std::size_t>(buffer_size), seed,
+                                 anew = options.reshuffle_each_iteration](Stage& stage, const StagePtr& from) {
+    stage.open = [from, size, seed, anew](std::int64_t epoch) {
+      return shuffled(from->open(epoch), size, mix(seed, anew ? static_cast<std::uint64_t>(epoch) : 0));
+    };
+  });
 }
 
 }  // namespace lockstep::data

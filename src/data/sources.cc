@@ -1,5 +1,8 @@
-// Where examples come from: tensors and generators.
-#include <ATen/ops/select.h>
+// Where examples come from: tensors, generators and files; and functions of stages over an input.
+#include <map>
+#include <mutex>
+#include <optional>
+#include <utility>
 
 #include "base/hash.h"
 #include "data/stage.h"
@@ -26,117 +29,98 @@ class TableCursor final : public Cursor {
   std::int64_t at_ = 0;
 };
 
-class TableStage final : public Stage {
- public:
-  explicit TableStage(Example table) : table_(std::make_shared<const Example>(std::move(table))) {}
-  std::unique_ptr<Cursor> open(std::int64_t) const override { return std::make_unique<TableCursor>(table_); }
-  std::int64_t cardinality() const override { return table_->size(); }
-  bool lies_in_memory() const override { return true; }
-
- private:
-  std::shared_ptr<const Example> table_;
-};
-
-class GeneratorCursor final : public Cursor {
- public:
-  explicit GeneratorCursor(Dataset::Generator generator) : generator_(std::move(generator)) {}
-
-  bool next(Row& row) override {
-    auto example = ended_ ? std::nullopt : generator_();
-    ended_ = !example;  // the generator is not called again
-    if (ended_) return false;
-    row = {*std::move(example)};
-    return true;
-  }
-
- private:
-  Dataset::Generator generator_;
-  bool ended_ = false;
-};
-
-class GeneratorStage final : public Stage {
- public:
-  GeneratorStage(std::function<Dataset::Generator()> make, std::int64_t cardinality)
-      : make_(std::move(make)), cardinality_(cardinality) {}
-  std::unique_ptr<Cursor> open(std::int64_t) const override { return std::make_unique<GeneratorCursor>(make_()); }
-  std::int64_t cardinality() const override { return cardinality_; }
-
- private:
-  std::function<Dataset::Generator()> make_;
-  std::int64_t cardinality_;
-};
-
 // A file among those of a data set. Random numbers drawn while reading it depend only on its position there.
 struct File {
   std::string path;
   std::uint64_t seed;
 };
-using Files = std::shared_ptr<const std::vector<File>>;
 using ReadFile = std::function<Dataset(const std::string&)>;
 
-// One file after the other.
-class FilesCursor final : public Cursor {
- public:
-  FilesCursor(Files files, ReadFile read, std::int64_t epoch)
-      : files_(std::move(files)), read_(std::move(read)), epoch_(epoch) {}
-
-  bool next(Row& row) override {
-    while (true) {
-      if (open_) {
-        auto example = open_->next();
-        if (example) row = {*std::move(example)};
-        if (example) return true;
-        open_.reset();
-      }
-      if (at_ == files_->size()) return false;
-      const auto& file = (*files_)[at_++];
-      const SeedScope seeds(file.seed);
-      open_.emplace(read_(file.path).iterate({.epoch = epoch_}));
-    }
-  }
-
- private:
-  Files files_;
-  ReadFile read_;
-  std::int64_t epoch_;
-  std::size_t at_ = 0;
-  std::optional<DatasetIterator> open_;
-};
-
-class FilesStage final : public Stage {
- public:
-  FilesStage(Files files, ReadFile read) : files_(std::move(files)), read_(std::move(read)) {}
-  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
-    return std::make_unique<FilesCursor>(files_, read_, epoch);
-  }
-  std::int64_t cardinality() const override { return Dataset::kUnknown; }
-  std::int64_t files() const override { return static_cast<std::int64_t>(files_->size()); }
-  StagePtr over_files(std::int64_t num_shards, std::int64_t index) const override {
+StagePtr stage_of_files(std::vector<File> files, const ReadFile& read) {
+  const auto shared = std::make_shared<const std::vector<File>>(std::move(files));
+  const auto open = [shared, read](std::int64_t epoch) {
+    return cursor_of(
+        [shared, read, epoch, at = std::size_t{0}, file = std::optional<DatasetIterator>()](Row& row) mutable {
+          while (true) {  // one file after the other
+            if (file) {
+              auto example = file->next();
+              if (example) row = {*std::move(example)};
+              if (example) return true;
+              file.reset();
+            }
+            if (at == shared->size()) return false;
+            const auto& next = (*shared)[at++];
+            const SeedScope seeds(next.seed);
+            file.emplace(read(next.path).iterate({.epoch = epoch}));
+          }
+        });
+  };
+  const auto over_files = [shared, read](std::int64_t num_shards, std::int64_t index) {
     std::vector<File> mine;
-    for (auto i = static_cast<std::size_t>(index); i < files_->size(); i += static_cast<std::size_t>(num_shards)) {
-      mine.push_back((*files_)[i]);
+    for (auto i = static_cast<std::size_t>(index); i < shared->size(); i += static_cast<std::size_t>(num_shards)) {
+      mine.push_back((*shared)[i]);
     }
-    return std::make_shared<FilesStage>(std::make_shared<const std::vector<File>>(std::move(mine)), read_);
-  }
-
- private:
-  Files files_;
-  ReadFile read_;
-};
+    return stage_of_files(std::move(mine), read);
+  };
+  return std::make_shared<const Stage>(
+      Stage{.open = open, .files = static_cast<std::int64_t>(shared->size()), .over_files = over_files});
+}
 
 }  // namespace
 
-StagePtr make_table_stage(Example table) { return std::make_shared<TableStage>(std::move(table)); }
+StagePtr make_table_stage(Example table) {
+  const auto shared = std::make_shared<const Example>(std::move(table));
+  return std::make_shared<const Stage>(
+      Stage{.open = [shared](std::int64_t) { return std::make_unique<TableCursor>(shared); },
+            .cardinality = shared->size(),
+            .lies_in_memory = [] { return true; }});
+}
 
 StagePtr make_files_stage(std::vector<std::string> paths, ReadFile read) {
   const auto seed = next_random_seed();
   std::vector<File> files;
   for (auto& path : paths) files.push_back({std::move(path), mix(seed, files.size())});
-  return std::make_shared<FilesStage>(std::make_shared<const std::vector<File>>(std::move(files)), std::move(read));
+  return stage_of_files(std::move(files), read);
 }
 
 StagePtr make_generator_stage(std::function<Dataset::Generator()> make, std::int64_t cardinality) {
-  return std::make_shared<GeneratorStage>(std::move(make), cardinality);
+  const auto open = [make = std::move(make)](std::int64_t) {
+    return cursor_of([generator = make(), ended = false](Row& row) mutable {
+      auto example = ended ? std::nullopt : generator();
+      ended = !example;  // the generator is not called again
+      if (example) row = {*std::move(example)};
+      return !ended;
+    });
+  };
+  return std::make_shared<const Stage>(Stage{.open = open, .cardinality = cardinality});
+}
+
+// Stages over an input have these functions in common.
+
+StagePtr over(StagePtr input, std::function<void(Stage& stage, const StagePtr& input)> change) {
+  auto stage = std::make_shared<Stage>(*input);
+  stage->over_files = nullptr;
+  stage->keep_first = nullptr;
+  change(*stage, input);
+  if (stage->files > 0 && !stage->over_files) {
+    stage->over_files = [input, change](std::int64_t num_shards, std::int64_t index) {
+      return over(input->over_files(num_shards, index), change);
+    };
+  }
+  return stage;
+}
+
+decltype(Stage::over_files) made_once(decltype(Stage::over_files) make) {
+  struct Parts {
+    std::mutex mutex;
+    std::map<std::pair<std::int64_t, std::int64_t>, StagePtr> made;  // guarded by mutex
+  };
+  return [make = std::move(make), parts = std::make_shared<Parts>()](std::int64_t num_shards, std::int64_t index) {
+    const std::lock_guard lock(parts->mutex);
+    auto& part = parts->made[{num_shards, index}];
+    if (part == nullptr) part = make(num_shards, index);
+    return part;
+  };
 }
 
 }  // namespace lockstep::data

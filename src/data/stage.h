@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,6 +12,19 @@
 #include "lockstep/data/dataset.h"
 
 namespace lockstep::internal {
+
+// Returns change(tensor) of each tensor that the example has.
+template <class Change>
+Example each_of(const Example& example, const Change& change) {
+  const auto changed = [&](const Tensor& tensor) { return tensor.defined() ? change(tensor) : Tensor(); };
+  return {changed(example.x), changed(example.y), changed(example.weight)};
+}
+
+// Returns examples `first` to `first + count` of a batch.
+inline Example rows_of(const Example& batch, std::int64_t first, std::int64_t count) {
+  return each_of(
+      batch, [&](const Tensor& tensor) { return count == tensor.size(0) ? tensor : tensor.narrow(0, first, count); });
+}
 
 // An element of the pipeline: a value, or row `index` or a batch of rows of a table that many elements share. Rows are
 // passed on without being read, so that shuffling copies nothing, and a batch is gathered at once by its consumer.
@@ -47,23 +61,34 @@ class Cursor {
   }
 };
 
-// Immutable but for caches. Any thread may call any method.
-class Stage {
- public:
-  virtual ~Stage() = default;
-  virtual std::unique_ptr<Cursor> open(std::int64_t epoch) const = 0;
-  virtual std::int64_t cardinality() const = 0;
+// A cursor that is its `next` alone: a function bool(Row&).
+template <class Next>
+std::unique_ptr<Cursor> cursor_of(Next next) {
+  class FunctionCursor final : public Cursor {
+   public:
+    explicit FunctionCursor(Next function) : next_(std::move(function)) {}
+    bool next(Row& row) override { return next_(row); }
 
-  // Stores the first element of the epoch in `row`; false where there is none.
-  virtual bool first(std::int64_t epoch, Row& row) const { return open(epoch)->next(row); }
-  virtual bool lies_in_memory() const { return false; }  // elements are rows of tables, or batches of rows
+   private:
+    Next next_;
+  };
+  return std::make_unique<FunctionCursor>(std::move(next));
+}
+
+// Immutable but for caches. Any thread may call the functions.
+struct Stage {
+  std::function<std::unique_ptr<Cursor>(std::int64_t epoch)> open;
+  std::int64_t cardinality = Dataset::kUnknown;
+  std::function<bool()> lies_in_memory = [] { return false; };  // elements are rows of tables, or batches of rows
 
   // The number of files that elements are read from; 0 for other sources. over_files returns this pipeline over every
-  // `num_shards`-th file, from `index` on; null where there are no files.
-  virtual std::int64_t files() const { return 0; }
-  virtual std::shared_ptr<const Stage> over_files(std::int64_t /*num_shards*/, std::int64_t /*index*/) const {
-    return nullptr;
-  }
+  // `num_shards`-th file, from `index` on, where there are files.
+  std::int64_t files = 0;
+  std::function<std::shared_ptr<const Stage>(std::int64_t num_shards, std::int64_t index)> over_files = {};
+
+  // Stores the first element of the epoch in `row`; false where there is none. The next cursor of the epoch begins with
+  // that element. Null where no element is kept.
+  std::function<bool(std::int64_t epoch, Row& row)> keep_first = {};
 };
 
 }  // namespace lockstep::internal
@@ -71,27 +96,16 @@ class Stage {
 namespace lockstep::data {
 
 using internal::Cursor;
+using internal::cursor_of;
 using internal::Row;
 using internal::Stage;
 using StagePtr = std::shared_ptr<const Stage>;
 
-// A stage with an input, to which it forwards what it does not override. `Self` can be copied.
-template <class Self>
-class StageOver : public Stage {
- public:
-  explicit StageOver(StagePtr input) : input_(std::move(input)) {}
-  std::int64_t cardinality() const override { return input_->cardinality(); }
-  bool lies_in_memory() const override { return input_->lies_in_memory(); }
-  std::int64_t files() const override { return input_->files(); }
-  StagePtr over_files(std::int64_t num_shards, std::int64_t index) const override {
-    auto copy = std::make_shared<Self>(static_cast<const Self&>(*this));
-    copy->input_ = input_->over_files(num_shards, index);
-    return copy->input_ == nullptr ? nullptr : copy;
-  }
+// Returns a stage that is like `input`, but for what change(stage, input) sets: `open`, and perhaps more.
+StagePtr over(StagePtr input, std::function<void(Stage& stage, const StagePtr& input)> change);
 
- protected:
-  StagePtr input_;
-};
+// Returns a function for Stage::over_files that calls `make` once for each part, so that what a stage keeps stays.
+decltype(Stage::over_files) made_once(decltype(Stage::over_files) make);
 
 StagePtr make_table_stage(Example table);
 StagePtr make_files_stage(std::vector<std::string> paths, std::function<Dataset(const std::string&)> read);

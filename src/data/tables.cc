@@ -91,19 +91,11 @@ void TableBuilder::append(const Example& example) {
 }
 
 Example TableBuilder::finish() const {
-  Example result;
-  for (const auto column : kColumns) {
-    if ((table_.*column).defined()) result.*column = (table_.*column).narrow(0, 0, size_);
-  }
-  return result;
+  return internal::each_of(table_, [this](const Tensor& column) { return column.narrow(0, 0, size_); });
 }
 
 Example gather_rows(const Example& table, std::span<const std::int64_t> indices) {
-  Example batch;
-  for (const auto column : kColumns) {
-    if ((table.*column).defined()) batch.*column = gather_column(table.*column, indices);
-  }
-  return batch;
+  return internal::each_of(table, [&](const Tensor& column) { return gather_column(column, indices); });
 }
 
 Row batch_of(std::span<const Row> rows) {
@@ -130,18 +122,21 @@ std::string table_file(const std::string& path) { return checkpoint_file(path); 
 
 void write_table(const std::string& path, const Example& table) {
   Archive archive;
-  archive.tensors["x"] = to_stored(table.x);
-  if (table.y.defined()) archive.tensors["y"] = to_stored(table.y);
-  if (table.weight.defined()) archive.tensors["weight"] = to_stored(table.weight);
+  for (std::size_t column = 0; column < kColumns.size(); ++column) {
+    const auto& tensor = table.*kColumns[column];
+    if (tensor.defined()) archive.tensors[kColumnNames[column]] = to_stored(tensor);
+  }
   write_archive(path, archive);
 }
 
 Example read_table(const std::string& path) {
   const Archive archive = read_archive(path);
-  const auto optional = [&](const char* name) {
-    return archive.tensors.contains(name) ? from_stored(archive.tensor(name)) : Tensor();
-  };
-  return {from_stored(archive.tensor("x")), optional("y"), optional("weight")};
+  Example table{from_stored(archive.tensor("x"))};
+  for (std::size_t column = 1; column < kColumns.size(); ++column) {
+    const char* const name = kColumnNames[column];
+    if (archive.tensors.contains(name)) table.*kColumns[column] = from_stored(archive.tensor(name));
+  }
+  return table;
 }
 
 }  // namespace lockstep::data

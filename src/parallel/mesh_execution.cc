@@ -83,7 +83,7 @@ ComputedStep StagedExecution::compute_gradients(ReplicaContext& replica, const E
   const AddedLosses none(AddedLosses::Use::refused);
   std::array<double, 2> sums{};  // the losses, and what divides them
   const auto loss_of = [&](const Tensor& computed, std::int64_t first, std::int64_t count) {
-    const auto some = train::rows_of(part, first, count);
+    const auto some = internal::rows_of(part, first, count);
     const auto output = impl_.policy.outputs(computed);
     const auto loss = impl_.compiled->loss.terms(some.y, output, some.weight);
     require_gradient(loss.sum);

@@ -2,8 +2,6 @@
 
 #include <ATen/detail/CUDAHooksInterface.h>
 
-#include <charconv>
-
 #include "base/text.h"
 #include "lockstep/base/error.h"
 
@@ -16,20 +14,12 @@ constexpr int kMostLogicalCpus = 1024;
 // Returns 0 where LibTorch's part for CUDA is not linked, or there is no driver.
 int gpu_count() { return static_cast<int>(at::detail::getCUDAHooks().deviceCount()); }
 
-// Returns the number after the colon, or -1.
-int index_of(const std::string& name, std::size_t colon) {
-  int index = -1;
-  const char* begin = name.data() + colon + 1;
-  const auto [end, error] = std::from_chars(begin, name.data() + name.size(), index);
-  return error == std::errc() && end == name.data() + name.size() ? index : -1;
-}
-
 }  // namespace
 
 void check_device(const std::string& name) {
   const auto colon = name.find(':');
   const auto kind = name.substr(0, colon);
-  const int index = colon == std::string::npos ? -1 : index_of(name, colon);
+  const int index = colon == std::string::npos ? -1 : whole_number<int>(name.substr(colon + 1)).value_or(-1);
   if ((kind != "cpu" && kind != "cuda") || index < 0) {
     throw InvalidArgument(
         text("device \"", name, "\" is no device's name; names are cpu:0, cpu:1, ... and cuda:0, cuda:1, ..."));
@@ -45,9 +35,7 @@ void check_device(const std::string& name) {
 }
 
 std::vector<std::string> logical_cpus(int count) {
-  if (count < 1 || count > kMostLogicalCpus) {
-    throw InvalidArgument(text("the number of replicas is ", count, "; it must be from 1 to ", kMostLogicalCpus));
-  }
+  require(count >= 1 && count <= kMostLogicalCpus, "the number of replicas", count, "from 1 to ", kMostLogicalCpus);
   std::vector<std::string> names;
   for (int i = 0; i < count; ++i) names.push_back(text("cpu:", i));
   return names;
@@ -70,18 +58,19 @@ c10::Device torch_device(const std::string& name) {
 }
 
 void check(const std::string& strategy, const ElasticOptions& options) {
-  const auto fail = [&](const auto&... what) { throw InvalidArgument(text(strategy, ": elastic.", what...)); };
-  if (options.min_workers < 1) fail("min_workers is ", options.min_workers, "; it must be 1 or more");
-  if (!(options.regroup_seconds > 0)) fail("regroup_seconds is ", options.regroup_seconds, "; it must be above 0");
-  if (!(options.lost_host_seconds >= 3 && options.lost_host_seconds <= kLongestLostHostSeconds)) {
-    fail("lost_host_seconds is ", options.lost_host_seconds, "; it must be from 3 to ", kLongestLostHostSeconds);
-  }
-  if (!(options.join_seconds >= 0)) fail("join_seconds is ", options.join_seconds, "; it must be 0 or more");
+  const auto check = [&](bool holds, const char* option, auto value, const auto&... allowed) {
+    require(holds, text(strategy, ": elastic.", option), value, allowed...);
+  };
+  check(options.min_workers >= 1, "min_workers", options.min_workers, "1 or more");
+  check(options.regroup_seconds > 0, "regroup_seconds", options.regroup_seconds, "above 0");
+  check(options.lost_host_seconds >= 3 && options.lost_host_seconds <= kLongestLostHostSeconds, "lost_host_seconds",
+        options.lost_host_seconds, "from 3 to ", kLongestLostHostSeconds);
+  check(options.join_seconds >= 0, "join_seconds", options.join_seconds, "0 or more");
   const auto& batch = options.worker_batch;
-  if (batch && batch->learning_rate_workers < 1) {
-    fail("worker_batch.learning_rate_workers is ", batch->learning_rate_workers, "; it must be 1 or more");
-  }
-  if (batch && !batch->scaling) fail("worker_batch.scaling is null");
+  if (!batch) return;
+  check(batch->learning_rate_workers >= 1, "worker_batch.learning_rate_workers", batch->learning_rate_workers,
+        "1 or more");
+  if (!batch->scaling) throw InvalidArgument(text(strategy, ": elastic.worker_batch.scaling is null"));
 }
 
 }  // namespace lockstep::strategy

@@ -17,53 +17,30 @@ namespace {
 
 constexpr std::int64_t kBatchesAhead = 2;
 
-Tensor rows(const Tensor& tensor, std::int64_t begin, std::int64_t count) {
-  const bool whole = !tensor.defined() || count == tensor.size(0);
-  return whole ? tensor : tensor.narrow(0, begin, count);
-}
-
-Example part_of(const Example& batch, std::int64_t begin, std::int64_t count) {
-  return {rows(batch.x, begin, count), rows(batch.y, begin, count), rows(batch.weight, begin, count)};
-}
-
-// A part of a global batch, which is divided among the devices of `workers` processes.
-struct Share {
-  const std::vector<c10::Device>& devices;
-  int worker = 0, workers = 1;
-};
-
-// Makes a part for each device: row_for(begin, count) is the device's share of `size` examples.
-template <class RowFor>
-PerReplica<Part> shares(std::int64_t size, const Share& share, const RowFor& row_for) {
-  const auto count = static_cast<std::int64_t>(share.devices.size());
-  const std::int64_t all = count * share.workers, each = size / all, larger = size % all;
-  std::vector<Part> parts;
-  for (std::int64_t replica = count * share.worker; const auto device : share.devices) {
+// Divides part `part` of `parts` of a global batch among the devices.
+PerReplica<Part> split(const Row& batch, const std::vector<c10::Device>& devices, int part, int parts) {
+  const auto whole = batch.batch ? Example() : batch.materialize();
+  if (!batch.batch) strategy::check_batch(whole);
+  const auto size = batch.batch ? static_cast<std::int64_t>(batch.batch->size()) : whole.size();
+  const auto row_for = [&](std::int64_t begin, std::int64_t count) {
+    if (!batch.batch) return Row{.value = internal::rows_of(whole, begin, count)};
+    const auto first = batch.batch->begin() + begin;
+    return Row{.table = batch.table, .batch = std::vector(first, first + count)};
+  };
+  const auto count = static_cast<std::int64_t>(devices.size());
+  const std::int64_t all = count * parts, each = size / all, larger = size % all;
+  std::vector<Part> made;
+  for (std::int64_t replica = count * part; const auto device : devices) {
     const auto begin = each * replica + std::min(replica, larger);
-    parts.push_back({row_for(begin, each + (replica < larger ? 1 : 0)), device});
+    made.push_back({row_for(begin, each + (replica < larger ? 1 : 0)), device});
     ++replica;
   }
-  return PerReplica<Part>(std::move(parts));
+  return PerReplica<Part>(std::move(made));
 }
 
-PerReplica<Part> split(const Example& batch, const Share& share) {
-  strategy::check_batch(batch);
-  return shares(batch.size(), share,
-                [&](std::int64_t begin, std::int64_t count) { return Row{.value = part_of(batch, begin, count)}; });
-}
-
-PerReplica<Part> split(const Row& batch, const Share& share) {
-  if (!batch.batch) return split(batch.materialize(), share);
-  const auto& indices = *batch.batch;
-  const auto size = static_cast<std::int64_t>(indices.size());
-  return shares(size, share, [&](std::int64_t begin, std::int64_t count) {
-    const auto first = indices.begin() + begin;
-    return Row{.table = batch.table, .batch = std::vector(first, first + count)};
-  });
-}
-
-Share share_of(const LocalReplicas& replicas) {
-  return {replicas.devices, replicas.workers.rank(), replicas.workers.size()};
+// Divides a global batch among all workers' replicas: returns those of this process.
+PerReplica<Part> split(const Row& batch, const LocalReplicas& replicas) {
+  return split(batch, replicas.devices, replicas.workers.rank(), replicas.workers.size());
 }
 
 PerReplica<Example> read_all(const PerReplica<Part>& parts) {
@@ -83,8 +60,8 @@ std::uint64_t hash_of(const Row& element) {
   std::uint64_t hash = 0;
   for (const auto index : *element.batch) hash = mix(hash, static_cast<std::uint64_t>(index));
   if (element.batch->empty()) return hash;
-  const auto row = [&](const Tensor& table) { return table.defined() ? table[element.batch->front()] : Tensor(); };
-  return mix(hash, of_example(Example{row(element.table->x), row(element.table->y), row(element.table->weight)}));
+  const auto first = [&](const Tensor& column) { return column[element.batch->front()]; };
+  return mix(hash, of_example(internal::each_of(*element.table, first)));
 }
 
 // Returns the number of elements in `steps` steps of a position.
@@ -103,12 +80,11 @@ std::int64_t elements_in(std::int64_t steps, Distribution kind, const LocalRepli
 Example Part::moved(const Example& example) const {
   const bool there = device.is_cpu() && (!example.x.defined() || example.x.device().is_cpu());
   if (there) return example;
-  const auto to_device = [&](const Tensor& tensor) { return tensor.defined() ? tensor.to(device) : tensor; };
-  return {to_device(example.x), to_device(example.y), to_device(example.weight)};
+  return internal::each_of(example, [&](const Tensor& tensor) { return tensor.to(device); });
 }
 
 PerReplica<Part> strategy::split_batch(const Example& batch, const LocalReplicas& replicas) {
-  return split(batch, share_of(replicas));
+  return split({.value = batch}, replicas);
 }
 
 void strategy::check_batch(const Example& batch) {
@@ -152,7 +128,7 @@ std::optional<PerReplica<Part>> DistributedIterator::next_parts() {
 }
 
 PerReplica<Part> DistributedIterator::parts_again() {
-  if (kind_ != Distribution::one_a_worker) return split(*current_, share_of(replicas_));
+  if (kind_ != Distribution::one_a_worker) return split(*current_, replicas_);
   for (const auto& element : step_) examples_ -= element->examples();
   position_.index -= static_cast<std::int64_t>(step_.size());
   again_.insert(again_.begin(), step_.begin(), step_.end());
@@ -161,12 +137,12 @@ PerReplica<Part> DistributedIterator::parts_again() {
 
 std::optional<PerReplica<Part>> DistributedIterator::next_parts_of(int part, int parts) {
   if (!skip()) return std::nullopt;
-  return split(*current_, {replicas_.devices, part, parts});
+  return split(*current_, replicas_.devices, part, parts);
 }
 
 std::optional<PerReplica<Part>> DistributedIterator::parts_of_last(int part, int parts) const {
   if (!current_) return std::nullopt;
-  return split(*current_, {replicas_.devices, part, parts});
+  return split(*current_, replicas_.devices, part, parts);
 }
 
 bool DistributedIterator::skip() {
@@ -180,7 +156,7 @@ std::optional<PerReplica<Part>> DistributedIterator::own_parts() {
     case Distribution::split:
       if (!read()) return std::nullopt;
       examples_ += current_->examples();
-      return split(*current_, share_of(replicas_));
+      return split(*current_, replicas_);
     case Distribution::one_a_worker: return one_a_worker();
     case Distribution::sharded: return share_of_element();
     case Distribution::one_each: return one_each();
@@ -195,7 +171,7 @@ std::optional<PerReplica<Part>> DistributedIterator::one_a_worker() {
   while (step_.size() < workers && read()) step_.push_back(current_);
   if (step_.empty()) return std::nullopt;
   for (const auto& element : step_) examples_ += element->examples();
-  return rank < step_.size() ? split(*step_[rank], {replicas_.devices, 0, 1}) : parts_without_examples();
+  return rank < step_.size() ? split(*step_[rank], replicas_.devices, 0, 1) : parts_without_examples();
 }
 
 // Returns a part of a global batch, of which this worker uses all parts itself, one in each step.
@@ -204,7 +180,7 @@ std::optional<PerReplica<Part>> DistributedIterator::share_of_element() {
   if (turn == 0 && !read()) return std::nullopt;
   if (ended_) return std::nullopt;
   if (turn == replicas_.workers.size() - 1) examples_ += current_->examples();
-  return split(*current_, {replicas_.devices, turn, replicas_.workers.size()});
+  return split(*current_, replicas_.devices, turn, replicas_.workers.size());
 }
 
 std::optional<PerReplica<Part>> DistributedIterator::one_each() {
@@ -256,7 +232,7 @@ Row DistributedIterator::without_examples() const {
   const auto any = current_ ? std::optional(current_->materialize()) : dataset_.iterate({position_.epoch}).next();
   if (!any) throw InvalidArgument("a worker's part of the data set is empty; AutoShardPolicy::data gives each some");
   strategy::check_batch(*any);
-  return {.value = part_of(*any, 0, 0)};
+  return {.value = internal::rows_of(*any, 0, 0)};
 }
 
 std::optional<PerReplica<Example>> DistributedIterator::next() {

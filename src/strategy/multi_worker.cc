@@ -14,16 +14,13 @@ std::size_t bytes_of(double megabytes) { return static_cast<std::size_t>(megabyt
 strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   const auto& communication = options.communication;
   const auto require_above_zero = [](const char* name, double value) {
-    if (!(value > 0))
-      throw InvalidArgument(text("MultiWorkerMirroredStrategy: ", name, " is ", value, "; it must be above 0"));
+    require(value > 0, text("MultiWorkerMirroredStrategy: ", name), value, "above 0");
   };
   require_above_zero("bucket_cap_mb", communication.bucket_cap_mb.value_or(1));
   require_above_zero("first_bucket_mb", communication.first_bucket_mb);
   require_above_zero("start_timeout_seconds", options.start_timeout_seconds);
-  if (options.compare_copies_every < 0) {
-    throw InvalidArgument(text("MultiWorkerMirroredStrategy: compare_copies_every is ", options.compare_copies_every,
-                               "; it must be 0 (never) or more steps"));
-  }
+  require(options.compare_copies_every >= 0, "MultiWorkerMirroredStrategy: compare_copies_every",
+          options.compare_copies_every, "0 (never) or more steps");
   if (options.replace_differing_copies && options.shard_optimizer_state) {
     throw InvalidArgument(
         "MultiWorkerMirroredStrategy: replace_differing_copies is not for shard_optimizer_state, where no other worker "

@@ -4,37 +4,31 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include "base/mutex.h"
-#include "lockstep/base/deadline.h"
+#include "strategy/settings.h"
 
 namespace lockstep::strategy {
 
-// A barrier for threads with a deadline and an abort that wakes all waiters, which std::barrier lacks. A thread that
-// waits for the next step blocks without polling. Any thread may call any method. After a wait threw, the barrier stays
-// aborted: the others' waits throw too.
+// A barrier for threads that `abort` ends, which std::barrier lacks. A thread that waits for the next step blocks
+// without polling. Any thread may call any method.
 class ThreadBarrier {
  public:
   // For `size` threads; one that waits polls `spin` times before it blocks.
   ThreadBarrier(int size, int spin) : size_(size), spin_(spin) {}
 
-  // Returns when all threads have called wait as often as this one. What a thread wrote before its wait, every thread
-  // sees after its own (release and acquire on generation_).
-  // Throws DeadlineExceeded{operation} at the deadline, Aborted when abort was called.
-  void wait(Deadline deadline, const char* operation);
+  // Returns true when all threads have called wait as often as this one. What a thread wrote before its wait, every
+  // thread sees after its own (release and acquire on generation_). Returns false once abort was called.
+  bool wait();
 
-  void abort(const std::string& reason);
+  void abort();
 
  private:
   bool opened(std::uint32_t generation) const {
     return generation_.load(std::memory_order_acquire) != generation || aborted_.load(std::memory_order_acquire);
   }
-  void open(std::uint32_t generation);
-  void sleep_until_opened(std::uint32_t generation, Deadline deadline, const char* operation);
-  void throw_if_aborted();
 
   const int size_;
   const int spin_;
@@ -47,21 +41,14 @@ class ThreadBarrier {
   alignas(64) Mutex mutex_;
   CondVar opened_;
   int sleepers_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
-  std::string reason_ LOCKSTEP_GUARDED_BY(mutex_);
-};
-
-struct ReplicaThreadsOptions {
-  int replicas = 1;
-  int threads_per_replica = 1;  // for LibTorch's operators on each
-  std::vector<int> cpus;        // these replicas may use them together
-  int spin_rounds = 0;          // how often a thread polls for the next task before it blocks
 };
 
 // When the replicas together use every one of their cores, each persistent thread is pinned to its share. The first
 // share is left for the callers.
 class ReplicaThreads {
  public:
-  explicit ReplicaThreads(ReplicaThreadsOptions options);
+  // `spin_rounds`: how often a thread polls for the next task before it blocks.
+  ReplicaThreads(const StrategySettings& settings, int spin_rounds);
   ~ReplicaThreads();
   ReplicaThreads(const ReplicaThreads&) = delete;
   ReplicaThreads& operator=(const ReplicaThreads&) = delete;

@@ -21,10 +21,7 @@ Replicas::Replicas(const StrategySettings& settings, const Workers& workers)
       usable_cpus_(settings.partition.usable_cpu_count()),
       devices_(torch_devices(settings.devices)),
       groups_(settings.devices.size()),
-      threads_({.replicas = count(),
-                .threads_per_replica = settings.threads_per_replica,
-                .cpus = settings.partition.cpus(),
-                .spin_rounds = spin_rounds()}) {
+      threads_(settings, spin_rounds()) {
   for (const auto device : devices_) random_.push_back(std::make_unique<ops::ReplicaRandom>(device));
   make_local_groups();
 }

@@ -257,49 +257,47 @@ std::string name_of_order(const ReplicatedParameters& parameters) {
   return "gradient_order/" + parameters.slots()[0].name;
 }
 
-// The counters that are read before anything changes.
-struct LoadedCounters {
-  std::int64_t iterations = 0;
-  std::optional<double> rate;
-  struct Scale {
-    double value = 1;
-    std::int64_t steps = 0, skipped = 0;
-  };
-  std::optional<Scale> loss_scale;
-  gradient::Reduction::State sums;
-};
-
-LoadedCounters load_counters(const Archive& archive, const std::string& prefix, const std::string& expected_rule,
-                             const std::string& order_name) {
+// Reads the counters, and returns what restores them.
+std::function<void()> load_counters(const std::shared_ptr<GradientPath>& gradients, const Archive& archive,
+                                    const std::string& prefix) {
   const auto& rule = archive.entry(joined(prefix, "rule"));
-  if (rule != expected_rule) {
-    throw InvalidArgument(text("the checkpoint's optimizer is ", rule, "; this one is ", expected_rule));
+  const auto& expected = gradients->updater().optimizer().rule().name();
+  if (rule != expected) {
+    throw InvalidArgument(text("the checkpoint's optimizer is ", rule, "; this one is ", expected));
   }
-  LoadedCounters loaded{.iterations = archive.integer(joined(prefix, "iterations"))};
-  const auto rate = joined(prefix, "learning_rate");
-  if (archive.entries.contains(rate)) loaded.rate = LearningRate(archive.number(rate)).at(0);  // checked
-  const auto listed = archive.entries.find(joined(prefix, order_name));
+  const auto iterations = archive.integer(joined(prefix, "iterations"));
+  std::optional<double> learning_rate;
+  if (const auto name = joined(prefix, "learning_rate"); archive.entries.contains(name))
+    learning_rate = LearningRate(archive.number(name)).at(0);  // checked
+  gradient::Reduction::State sums;
+  const auto listed = archive.entries.find(joined(prefix, name_of_order(gradients->parameters())));
   if (listed != archive.entries.end()) {
     std::istringstream numbers(listed->second);
-    for (std::int64_t slot = 0; numbers >> slot;) loaded.sums.order.push_back(slot);
+    for (std::int64_t slot = 0; numbers >> slot;) sums.order.push_back(slot);
   }
   for (const auto* const name : {"weight_scale", "usual_weight"}) {  // the second in files of earlier versions
-    if (archive.entries.contains(joined(prefix, name))) {
-      loaded.sums.weight_scale = archive.number(joined(prefix, name));
+    if (archive.entries.contains(joined(prefix, name))) sums.weight_scale = archive.number(joined(prefix, name));
+  }
+  std::optional<double> scale;
+  std::int64_t steps = 0, skipped = 0;  // of the scale
+  if (const auto name = joined(prefix, "loss_scale"); archive.entries.contains(name)) {
+    scale = archive.number(name);
+    steps = archive.integer(joined(prefix, "loss_scale_steps"));
+    const auto name_of_skipped = joined(prefix, "skipped_steps");  // not in files of earlier versions
+    if (archive.entries.contains(name_of_skipped)) skipped = archive.integer(name_of_skipped);
+    if (!(*scale > 0) || std::isinf(*scale) || steps < 0 || skipped < 0) {
+      throw InvalidArgument(text("the checkpoint's loss scale is ", *scale, " after ", steps, " steps and ", skipped,
+                                 " that were skipped; it must be above 0, after 0 steps or more"));
     }
   }
-  const auto scale = joined(prefix, "loss_scale");
-  if (!archive.entries.contains(scale)) return loaded;
-  const auto skipped = joined(prefix, "skipped_steps");  // not in files of earlier versions
-  const LoadedCounters::Scale read{.value = archive.number(scale),
-                                   .steps = archive.integer(joined(prefix, "loss_scale_steps")),
-                                   .skipped = archive.entries.contains(skipped) ? archive.integer(skipped) : 0};
-  if (!(read.value > 0) || std::isinf(read.value) || read.steps < 0 || read.skipped < 0) {
-    throw InvalidArgument(text("the checkpoint's loss scale is ", read.value, " after ", read.steps, " steps and ",
-                               read.skipped, " that were skipped; it must be above 0, after 0 steps or more"));
-  }
-  loaded.loss_scale = read;
-  return loaded;
+  return [=] {
+    gradients->reduction().restore(sums);
+    auto& updater = gradients->updater();
+    if (updater.loss_scale().used())
+      scale ? updater.loss_scale().restore(*scale, steps, skipped) : updater.loss_scale().restart();
+    updater.set_iterations(iterations);
+    updater.restore_learning_rate(learning_rate);
+  };
 }
 
 }  // namespace
@@ -321,20 +319,8 @@ Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) 
     archive.entries[joined(prefix, "loss_scale_steps")] = std::to_string(updater.loss_scale().steps());
     archive.entries[joined(prefix, "skipped_steps")] = std::to_string(updater.loss_scale().skipped());
   };
-  const auto load = [gradients](const Archive& archive, const std::string& prefix) -> std::function<void()> {
-    const auto loaded = load_counters(archive, prefix, gradients->updater().optimizer().rule().name(),
-                                      name_of_order(gradients->parameters()));
-    return [gradients, loaded] {
-      gradients->reduction().restore(loaded.sums);
-      auto& updater = gradients->updater();
-      auto& scale = updater.loss_scale();
-      if (scale.used()) {
-        const auto& read = loaded.loss_scale;
-        read ? scale.restore(read->value, read->steps, read->skipped) : scale.restart();
-      }
-      updater.set_iterations(loaded.iterations);
-      updater.restore_learning_rate(loaded.rate);
-    };
+  const auto load = [gradients](const Archive& archive, const std::string& prefix) {
+    return load_counters(gradients, archive, prefix);
   };
   return {save, load, gradients->parameters().topology().all};
 }

@@ -21,13 +21,10 @@ strategy::StrategySettings checked(strategy::StrategySettings settings) {
     settings.kind->check_device(device);
     if (!seen.insert(device).second) throw InvalidArgument(text("device ", device, " is named twice"));
   }
-  if (settings.threads_per_replica < 0 || settings.threads_per_replica > kMostThreads) {
-    throw InvalidArgument(text("threads_per_replica is ", settings.threads_per_replica,
-                               "; it must be from 0 (a share of the cores) to ", kMostThreads));
-  }
-  if (!(settings.timeouts.step > 0)) {
-    throw InvalidArgument(text("timeout_seconds is ", settings.timeouts.step, "; it must be above 0"));
-  }
+  const int threads = settings.threads_per_replica;
+  require(threads >= 0 && threads <= kMostThreads, "threads_per_replica", threads, "from 0 (a share of the cores) to ",
+          kMostThreads);
+  require(settings.timeouts.step > 0, "timeout_seconds", settings.timeouts.step, "above 0");
   if (settings.threads_per_replica == 0) {
     settings.threads_per_replica =
         std::max(1, settings.partition.usable_cpu_count() / static_cast<int>(settings.devices.size()));

@@ -54,8 +54,8 @@ double Workers::learning_rate_factor() const {
   if (!batch_) return 1;
   const double ratio = static_cast<double>(topology_.all.size()) / batch_->learning_rate_workers;
   const double factor = batch_->scaling(ratio);
-  if (factor > 0 && std::isfinite(factor)) return factor;
-  throw InvalidArgument(text("elastic.worker_batch.scaling(", ratio, ") is ", factor, "; it must be above 0"));
+  require(factor > 0 && std::isfinite(factor), text("elastic.worker_batch.scaling(", ratio, ")"), factor, "above 0");
+  return factor;
 }
 
 void Workers::fail(int replica, const Group& local, const Group* of_all) const {

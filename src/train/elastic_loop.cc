@@ -16,11 +16,6 @@
 namespace lockstep {
 namespace {
 
-constexpr const char *kLoop = "loop", *kEpoch = "epoch", *kIndex = "index", *kSteps = "steps", *kSections = "sections",
-                     *kSeed = "seed";
-
-using checkpoint::joined;
-
 template <class Handle>
 const auto& pointer(const Handle& handle) {
   return internal::Unwrap::pointer(handle);
@@ -31,26 +26,14 @@ struct Place {
   Position position;          // that of the next batch
   std::int64_t steps = 0;     // steps made
   std::int64_t sections = 0;  // sections completed: steps, and other calls
-  std::uint64_t seed = 0;     // the replicas' random numbers follow from it and `sections`
+  std::int64_t seed = 0;      // the replicas' random numbers follow from it and `sections`
 
   Trackable trackable() {
-    const auto save = [this](Archive& archive, const std::string& prefix) {
-      const auto set = [&](const char* name, auto value) { archive.entries[joined(prefix, name)] = text(value); };
-      set(kEpoch, position.epoch);
-      set(kIndex, position.index);
-      set(kSteps, steps);
-      set(kSections, sections);
-      set(kSeed, static_cast<std::int64_t>(seed));
-    };
-    const auto load = [this](const Archive& archive, const std::string& prefix) -> std::function<void()> {
-      const auto get = [&](const char* name) { return archive.integer(joined(prefix, name)); };
-      const Place loaded{.position = {.epoch = get(kEpoch), .index = get(kIndex)},
-                         .steps = get(kSteps),
-                         .sections = get(kSections),
-                         .seed = static_cast<std::uint64_t>(get(kSeed))};
-      return [this, loaded] { *this = loaded; };
-    };
-    return {save, load};
+    return checkpoint::compose({{"epoch", track(position.epoch)},
+                                {"index", track(position.index)},
+                                {"steps", track(steps)},
+                                {"sections", track(sections)},
+                                {"seed", track(seed)}});
   }
 };
 
@@ -64,7 +47,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
         module_(std::move(module)),
         optimizer_(std::move(optimizer)),
         objects_(std::move(objects)) {
-    place.seed = this->strategy().seeds().next_of_loop();
+    place.seed = static_cast<std::int64_t>(this->strategy().seeds().next_of_loop());
   }
 
   Numbers run(const std::function<Numbers()>& act) {
@@ -148,7 +131,9 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   }
 
   // Gives a section its own random numbers, the same however often the section is made.
-  void begin_section() { strategy().seeds().set(place.seed, static_cast<std::uint64_t>(place.sections)); }
+  void begin_section() {
+    strategy().seeds().set(static_cast<std::uint64_t>(place.seed), static_cast<std::uint64_t>(place.sections));
+  }
 
   const Communicator& workers() const { return strategy().topology().all; }
 
@@ -164,7 +149,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   Trackable part() override { return strategy::newcomers_part_of(pointer(module_), pointer(optimizer_)); }
   Trackable common() override {
     checkpoint::Parts objects(objects_.begin(), objects_.end());
-    return checkpoint::compose({{"objects", checkpoint::compose(std::move(objects))}, {kLoop, place.trackable()}});
+    return checkpoint::compose({{"objects", checkpoint::compose(std::move(objects))}, {"loop", place.trackable()}});
   }
 
   const ReplicatedModule module_;

@@ -130,53 +130,18 @@ class EvaluationMode {
   std::vector<std::vector<Tensor>> own_buffers_;  // [replica][buffer]
 };
 
-// Compares the batches of workers that must read the same data.
-class SameBatches {
- public:
-  SameBatches(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps)
-      : impl_(impl),
-        caller_(caller),
-        options_(text("steps ", steps, "\nauto_shard_policy ", static_cast<int>(data.options().auto_shard_policy),
-                      "\nbatches in the data set ", data.cardinality(), "\n")),
-        hash_of_options_(hash_of(options_)) {}
-
-  // The numbers of a batch, which is hashed before the next one is read: two whole numbers of 16 bits, and the sum of
-  // their squares. Sums over the workers are exact, and so are their squares for a thousand workers.
-  using Numbers = std::array<double, 3>;
-  Numbers numbers_of(std::uint64_t hash, bool is_last) const {
-    constexpr std::uint64_t kBits = (1U << 16) - 1;
-    const auto all = mix(hash, is_last ? 1 : 0, hash_of_options_);
-    const auto low = static_cast<double>(all & kBits), high = static_cast<double>(all >> 16 & kBits);
-    return {low, high, low * low + high * high};
-  }
-
-  // `sums`: the workers' sums of numbers_of. The batches are equal where the mean of the numbers' squares is the square
-  // of their mean. Where batches differ, this call is collective: it throws InvalidArgument on all workers, naming one
-  // and what differs.
-  void check(std::span<const double> sums, std::int64_t batch, std::uint64_t hash, bool is_last) const {
-    const auto& workers = impl_.topology.all;
-    if (sums[0] * sums[0] + sums[1] * sums[1] == sums[2] * workers.size()) return;
-    workers.check_all_agree("data", text(options_, caller_, ": a batch with the hash ", hash, " as batch ", batch,
-                                         is_last ? ", the last one" : ", and more after it"));
-  }
-
-  bool are_compared(const DistributedIterator& iterator) const {
-    return impl_.topology.all.size() > 1 && !iterator.is_sharded();
-  }
-
- private:
-  const ModelImpl& impl_;
-  const char* const caller_;
-  const std::string options_;
-  const std::uint64_t hash_of_options_;
-};
-
-// The global batches of a data set, at most `steps` of them if that is above 0.
+// The global batches of a data set, at most `steps` of them if that is above 0. Compares them where workers must read
+// the same data.
 class Batches {
  public:
   // Reads the first batch. Collective: where a worker has no batch, all throw.
   Batches(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps)
-      : steps_(steps), same_(impl, caller, data, steps) {
+      : impl_(impl),
+        caller_(caller),
+        steps_(steps),
+        options_(text("steps ", steps, "\nauto_shard_policy ", static_cast<int>(data.options().auto_shard_policy),
+                      "\nbatches in the data set ", data.cardinality(), "\n")),
+        hash_of_options_(hash_of(options_)) {
     const auto& strategy = unwrap(impl.strategy);
     strategy.workers().check_on_all([&] {
       iterator_.emplace(strategy::distribute_ahead(data, strategy.local_replicas()).iterate());
@@ -192,7 +157,7 @@ class Batches {
   // which returns their sums over the workers: so the comparison of batches may go with other sums.
   template <class Visit, class Finish>
   std::int64_t for_each(const Visit& visit, const Finish& finish) {
-    const bool compares = same_.are_compared(*iterator_);
+    const bool compares = impl_.topology.all.size() > 1 && !iterator_->is_sharded();
     std::int64_t done = 0;
     while (next_) {
       const auto hash = compares ? iterator_->element_hash() : 0;
@@ -200,8 +165,8 @@ class Batches {
       ++done;
       next_ = steps_ == 0 || done < steps_ ? iterator_->next_parts() : std::nullopt;
       if (compares) {
-        const auto numbers = same_.numbers_of(hash, !next_);
-        same_.check(finish(std::span<const double>(numbers)), done, hash, !next_);
+        const auto numbers = numbers_of(hash);
+        check_same(finish(std::span<const double>(numbers)), done, hash);
       } else {
         finish(std::span<const double>());
       }
@@ -212,8 +177,30 @@ class Batches {
  private:
   static constexpr const char* kEmpty = "the data set is empty";
 
+  // Returns the numbers of a batch, which is hashed before the next one is read: two whole numbers of 16 bits, and the
+  // sum of their squares. Sums over the workers are exact, and so are their squares for a thousand workers.
+  std::array<double, 3> numbers_of(std::uint64_t hash) const {
+    constexpr std::uint64_t kBits = (1U << 16) - 1;
+    const auto all = mix(hash, next_ ? 0 : 1, hash_of_options_);
+    const auto low = static_cast<double>(all & kBits), high = static_cast<double>(all >> 16 & kBits);
+    return {low, high, low * low + high * high};
+  }
+
+  // `sums`: the workers' sums of numbers_of. The batches are equal where the mean of the numbers' squares is the square
+  // of their mean. Where batches differ, this call is collective: it throws InvalidArgument on all workers, naming one
+  // and what differs.
+  void check_same(std::span<const double> sums, std::int64_t batch, std::uint64_t hash) const {
+    const auto& workers = impl_.topology.all;
+    if (sums[0] * sums[0] + sums[1] * sums[1] == sums[2] * workers.size()) return;
+    workers.check_all_agree("data", text(options_, caller_, ": a batch with the hash ", hash, " as batch ", batch,
+                                         next_ ? ", and more after it" : ", the last one"));
+  }
+
+  const ModelImpl& impl_;
+  const char* const caller_;
   const std::int64_t steps_;
-  const SameBatches same_;
+  const std::string options_;
+  const std::uint64_t hash_of_options_;
   std::optional<DistributedIterator> iterator_;
   std::optional<PerReplica<internal::Part>> next_;
 };
@@ -225,7 +212,7 @@ void require_evaluable(const ModelImpl& impl, const Dataset& data, std::int64_t 
         "evaluate, predict: this process comes to a job that runs, and has a part of a model until fit, in which the "
         "others take it in; call them after fit, or not where LOCKSTEP_JOIN is set");
   }
-  if (steps < 0) throw InvalidArgument(text("steps is ", steps, "; it must be 0 (all) or more"));
+  require(steps >= 0, "steps", steps, "0 (all) or more");
   if (steps == 0 && data.cardinality() == Dataset::kInfinite)
     throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
   const auto difference = impl.parameters->difference_between_copies();

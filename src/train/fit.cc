@@ -153,7 +153,6 @@ class Fit {
   void compare() {
     const auto all = [this] {
       train::compare_fits(impl_, data_, options_);
-      train::compare_callbacks(impl_, options_);
       return train::Training::Numbers();
     };
     training_->run(all, [](const auto&) {});

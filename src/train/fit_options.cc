@@ -16,6 +16,7 @@
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/model_impl.h"
+#include "train/shapes.h"
 
 namespace lockstep::train {
 
@@ -51,11 +52,7 @@ Tensor labels_of(const Tensor& y, bool sparse) {
 // Repeats the examples' sample weights for each of their labels.
 Tensor for_each_label(const Tensor& weight, const Tensor& labels) {
   if (weight.numel() == labels.numel()) return weight.reshape(labels.sizes());
-  auto wider = weight;
-  while (wider.dim() < labels.dim()) wider = wider.unsqueeze(-1);
-  bool fits = wider.dim() == labels.dim();
-  for (std::int64_t i = 0; fits && i < wider.dim(); ++i) fits = wider.size(i) == labels.size(i) || wider.size(i) == 1;
-  if (fits) return wider;
+  if (const auto wider = widened(weight, labels)) return *wider;
   throw InvalidArgument(text("fit: sample weights have shape ", weight.sizes(), ", and the labels that class_weight ",
                              "weighs have ", labels.sizes()));
 }
@@ -74,25 +71,18 @@ Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& clas
   return batch;
 }
 
-// Throws where a callback is null.
-void check_given(const FitOptions& options) {
-  for (std::size_t i = 0; i < options.callbacks.size(); ++i) {
-    if (options.callbacks[i].operator->() == nullptr) throw InvalidArgument(text("fit: callback ", i, " is null"));
-  }
-}
-
 }  // namespace
 
 void check_fit_options(const Dataset& data, const FitOptions& options) {
-  const auto require = [](bool holds, const char* name, std::int64_t value, const char* allowed) {
-    if (!holds) throw InvalidArgument(text("fit: ", name, " is ", value, "; it must be ", allowed));
-  };
-  check_given(options);
-  require(options.epochs >= 1, "epochs", options.epochs, "at least 1");
-  require(options.initial_epoch >= 0, "initial_epoch", options.initial_epoch, "0 or more");
-  require(options.steps_per_epoch >= 0, "steps_per_epoch", options.steps_per_epoch, "0 (the whole data set) or more");
-  require(options.validation_steps >= 0, "validation_steps", options.validation_steps, "0 (all) or more");
-  require(options.validation_freq >= 1, "validation_freq", options.validation_freq, "at least 1");
+  for (std::size_t i = 0; i < options.callbacks.size(); ++i) {
+    if (options.callbacks[i].operator->() == nullptr) throw InvalidArgument(text("fit: callback ", i, " is null"));
+  }
+  require(options.epochs >= 1, "fit: epochs", options.epochs, "at least 1");
+  require(options.initial_epoch >= 0, "fit: initial_epoch", options.initial_epoch, "0 or more");
+  require(options.steps_per_epoch >= 0, "fit: steps_per_epoch", options.steps_per_epoch,
+          "0 (the whole data set) or more");
+  require(options.validation_steps >= 0, "fit: validation_steps", options.validation_steps, "0 (all) or more");
+  require(options.validation_freq >= 1, "fit: validation_freq", options.validation_freq, "at least 1");
   const auto refuse_endless = [](const char* what, const Dataset& endless, const char* name, std::int64_t steps) {
     if (steps > 0 || endless.cardinality() != Dataset::kInfinite) return;
     throw InvalidArgument(text("fit: ", what, " is endless; set ", name, ", or take() a part of it"));
@@ -102,10 +92,9 @@ void check_fit_options(const Dataset& data, const FitOptions& options) {
     refuse_endless("validation_data", *options.validation_data, "validation_steps", options.validation_steps);
   }
   for (const auto& [label, weight] : options.class_weight) {
-    if (weight >= 0 && !std::isinf(weight)) continue;
-    throw InvalidArgument(text("fit: class_weight of ", label, " is ", weight, "; it must be 0 or more, and finite"));
+    require(weight >= 0 && !std::isinf(weight), text("fit: class_weight of ", label), weight, "0 or more, and finite");
   }
-  require(options.verbose >= -1 && options.verbose <= 2, "verbose", options.verbose, "-1 (automatic), 0, 1 or 2");
+  require(options.verbose >= -1 && options.verbose <= 2, "fit: verbose", options.verbose, "-1 (automatic), 0, 1 or 2");
 }
 
 void require_validation_data(const std::optional<Dataset>& kept, const FitOptions& options,
@@ -183,9 +172,6 @@ void compare_fits(const ModelImpl& impl, const Dataset& data, const FitOptions& 
     if (trains && !strategy::first_element(data, impl.replicas()).x.defined())  // nor is there one on any other process
       throw collective::RefusedByAll(impl.topology.peers, "fit: the data set yielded no batch");
   }
-}
-
-void compare_callbacks(const ModelImpl& impl, const FitOptions& options) {
   if (impl.topology.all.size() > 1) impl.topology.all.check_all_agree("callbacks", shared_callbacks(options));
 }
 

@@ -29,11 +29,10 @@ std::string describe_fit(const ModelImpl& model, const Dataset& data, const FitO
 // Returns the data set with sample weights multiplied by class_weight, by the labels that the model's loss reads.
 Dataset weighed(const ModelImpl& model, const Dataset& data, const FitOptions& options);
 
-// Collective over the fit's processes: throw InvalidArgument on all of them, naming one and what differs. The second
-// compares the callbacks that all workers call, because these may save or evaluate the model together. The third
+// Collective over the fit's processes: throw InvalidArgument on all of them, naming one and what differs. The first
+// compares also the callbacks that all workers call, because these may save or evaluate the model together. The second
 // compares where the workers begin, which differs where one restored a checkpoint alone.
 void compare_fits(const ModelImpl& impl, const Dataset& data, const FitOptions& options);
-void compare_callbacks(const ModelImpl& impl, const FitOptions& options);
 void compare_states(const Model& model);
 
 // Returns all that a process must have in common with the fit of an elastic strategy to join it; else an empty text.

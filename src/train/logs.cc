@@ -8,11 +8,8 @@
 namespace lockstep {
 namespace {
 
-template <class Items>
-[[noreturn]] void throw_unknown(const std::string& name, const Items& items) {
-  std::vector<std::string> names;
-  for (const auto& [known, value] : items) names.push_back(known);
-  throw InvalidArgument(text("there is no value \"", name, "\"; there are ", join(names)));
+[[noreturn]] void throw_unknown(const std::string& name, const auto& items) {
+  throw InvalidArgument(text("there is no value \"", name, "\"; there are ", names_in(items)));
 }
 
 auto find(auto& items, const std::string& name) {

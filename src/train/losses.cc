@@ -22,10 +22,8 @@ Tensor mean_of_last(const Tensor& values) { return values.dim() > 1 ? values.mea
 
 void check(const char* what, const CrossentropyOptions& options, bool smoothing_allowed) {
   const bool in_range = options.label_smoothing >= 0 && options.label_smoothing <= 1;
-  if (!in_range || (!smoothing_allowed && options.label_smoothing != 0)) {
-    throw InvalidArgument(text(what, ": label_smoothing is ", options.label_smoothing, "; it must be ",
-                               smoothing_allowed ? "from 0 to 1" : "0 for sparse labels"));
-  }
+  require(in_range && (smoothing_allowed || options.label_smoothing == 0), text(what, ": label_smoothing"),
+          options.label_smoothing, smoothing_allowed ? "from 0 to 1" : "0 for sparse labels");
 }
 
 Loss::Function sparse_categorical(CrossentropyOptions options) {
@@ -76,7 +74,7 @@ Loss::Function absolute_error() {
 }
 
 Loss::Function huber(double delta) {
-  if (!(delta > 0)) throw InvalidArgument(text("Huber: delta is ", delta, "; it must be above 0"));
+  require(delta > 0, "Huber: delta", delta, "above 0");
   return [delta](const Tensor& y_true, const Tensor& y_pred) {
     const auto target = train::like_prediction("Huber", y_true, y_pred);
     return mean_of_last(at::huber_loss(y_pred, target, at::Reduction::None, delta));
@@ -105,21 +103,8 @@ Loss::Loss(std::string name, Function function, Reduction reduction)
 Loss::Loss(const char* name) : Loss(loss_by_name(name)) {}
 Loss::Loss(const std::string& name) : Loss(loss_by_name(name)) {}
 
-namespace {
-
-// Gives labels [batch] the shape of outputs [batch, 1], and the reverse: broadcasting would make their difference
-// [batch, batch].
-Tensor with_dimensions_of(const Tensor& y_pred, const Tensor& y_true) {
-  if (!y_true.defined()) return y_true;
-  if (y_true.dim() + 1 == y_pred.dim() && y_pred.size(-1) == 1) return y_true.unsqueeze(-1);
-  if (y_true.dim() == y_pred.dim() + 1 && y_true.size(-1) == 1) return y_true.squeeze(-1);
-  return y_true;
-}
-
-}  // namespace
-
 Tensor Loss::values(const Tensor& y_true, const Tensor& y_pred) const {
-  auto values = function_(with_dimensions_of(y_pred, y_true), y_pred);
+  auto values = function_(train::with_dimensions_of(y_pred, y_true), y_pred);
   if (values.dim() > 0 && values.size(0) != y_pred.size(0)) {
     throw InvalidArgument(text("loss ", name_, ": its values have shape ", values.sizes(), " for a batch of ",
                                y_pred.size(0), "; it must give one for each example"));

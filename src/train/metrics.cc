@@ -12,21 +12,37 @@
 namespace lockstep {
 namespace {
 
-// Values of a batch, [batch, ...], whose weighted mean is the metric.
-using Values = std::function<Tensor(const Tensor& y_true, const Tensor& y_pred)>;
+// Adds a batch's terms to the two sums of `state`.
+using AddTerms = std::function<void(std::span<double> state, const Tensor& y_true, const Tensor& y_pred,
+                                    const Tensor& sample_weight)>;
 
-class MeanOfValues final : public MetricFunction {
+// A sum divided by another one; 0 before the first term.
+class Ratio final : public MetricFunction {
  public:
-  MeanOfValues(std::string name, Mode better, Values values)
-      : name_(std::move(name)), better_(better), values_(std::move(values)) {}
+  Ratio(std::string name, Mode better, AddTerms add) : name_(std::move(name)), better_(better), add_(std::move(add)) {}
   std::string name() const override { return name_; }
   Mode better() const override { return better_; }
   std::size_t state_size() const override { return 2; }
-
   void update(std::span<double> state, const Tensor& y_true, const Tensor& y_pred,
               const Tensor& sample_weight) const override {
     const at::NoGradGuard no_grad;
-    auto values = values_(y_true, y_pred);
+    add_(state, y_true, y_pred, sample_weight);
+  }
+  double result(std::span<const double> state) const override { return state[1] == 0 ? 0 : state[0] / state[1]; }
+
+ private:
+  std::string name_;
+  Mode better_;
+  AddTerms add_;
+};
+
+// Values of a batch, [batch, ...], whose weighted mean is the metric.
+using Values = std::function<Tensor(const Tensor& y_true, const Tensor& y_pred)>;
+
+Metric mean_of(std::string name, Mode better, Values values_of) {
+  const auto add = [values_of = std::move(values_of)](std::span<double> state, const Tensor& y_true,
+                                                      const Tensor& y_pred, const Tensor& sample_weight) {
+    auto values = values_of(y_true, y_pred);
     if (!sample_weight.defined()) {
       state[0] += values.sum(at::kDouble).item<double>();
       state[1] += static_cast<double>(values.numel());
@@ -38,17 +54,8 @@ class MeanOfValues final : public MetricFunction {
     const auto weight = train::weight_like(sample_weight, values).expand(values.sizes());
     state[0] += (values * weight).sum().item<double>();
     state[1] += weight.sum().item<double>();
-  }
-  double result(std::span<const double> state) const override { return state[1] == 0 ? 0 : state[0] / state[1]; }
-
- private:
-  std::string name_;
-  Mode better_;
-  Values values_;
-};
-
-Metric mean_of(std::string name, Mode better, Values values) {
-  return Metric(std::make_shared<MeanOfValues>(std::move(name), better, std::move(values)));
+  };
+  return Metric(std::make_shared<Ratio>(std::move(name), better, add));
 }
 
 // The share of matches gets better as it rises, and the mean of errors as it falls.
@@ -80,35 +87,32 @@ Tensor in_top_k(const Tensor& labels, const Tensor& y_pred, int k) {
   return y_pred.gt(own).sum(-1).lt(k).logical_and(own.isfinite().squeeze(-1));
 }
 
-// Sums of true positives and of what they are divided by: predicted positives (precision) or actual ones (recall).
-class PositiveShare final : public MetricFunction {
- public:
-  enum class Of { predicted, actual };
+// Returns the predictions that count as positive.
+Tensor positives(const Tensor& y_pred, const PrecisionOptions& options) {
+  if (!options.top_k) return y_pred.gt(options.threshold.value_or(0.5));
+  auto chosen = at::zeros_like(y_pred, at::kBool);
+  chosen.scatter_(-1, std::get<1>(y_pred.topk(*options.top_k, -1)), true);
+  return options.threshold ? chosen.logical_and(y_pred.gt(*options.threshold)) : chosen;
+}
 
-  PositiveShare(std::string name, Of of, const PrecisionOptions& options)
-      : name_(std::move(name)), of_(of), options_(options) {
-    const auto require = [&](bool holds, const char* option, double value, const char* allowed) {
-      if (!holds) throw InvalidArgument(text(name_, ": ", option, " is ", value, "; it must be ", allowed));
-    };
-    if (options.threshold) require(!std::isnan(*options.threshold), "threshold", *options.threshold, "a number");
-    if (options.top_k) require(*options.top_k >= 1, "top_k", *options.top_k, "at least 1");
-    if (options.class_id) require(*options.class_id >= 0, "class_id", *options.class_id, "0 or more");
-  }
-  std::string name() const override { return name_; }
-  Mode better() const override { return Mode::max; }
-  std::size_t state_size() const override { return 2; }
-
-  void update(std::span<double> state, const Tensor& y_true, const Tensor& y_pred,
-              const Tensor& sample_weight) const override {
-    const at::NoGradGuard no_grad;
-    auto predicted = positives(y_pred);
-    auto actual = train::shares_like_prediction(name_.c_str(), y_true, y_pred).ne(0);
-    if (options_.class_id) {
-      predicted = predicted.select(-1, *options_.class_id);
-      actual = actual.select(-1, *options_.class_id);
+// True positives, divided by the positives that were predicted (precision), or by the actual ones (recall).
+Metric positive_share(const std::string& name, bool of_predicted, const PrecisionOptions& options) {
+  const auto check = [&](bool holds, const char* option, double value, const char* allowed) {
+    require(holds, text(name, ": ", option), value, allowed);
+  };
+  if (options.threshold) check(!std::isnan(*options.threshold), "threshold", *options.threshold, "a number");
+  if (options.top_k) check(*options.top_k >= 1, "top_k", *options.top_k, "at least 1");
+  if (options.class_id) check(*options.class_id >= 0, "class_id", *options.class_id, "0 or more");
+  const auto add = [name, of_predicted, options](std::span<double> state, const Tensor& y_true, const Tensor& y_pred,
+                                                 const Tensor& sample_weight) {
+    auto predicted = positives(y_pred, options);
+    auto actual = train::shares_like_prediction(name.c_str(), y_true, y_pred).ne(0);
+    if (options.class_id) {
+      predicted = predicted.select(-1, *options.class_id);
+      actual = actual.select(-1, *options.class_id);
     }
     auto hits = predicted.logical_and(actual).to(at::kDouble);
-    auto all = (of_ == Of::predicted ? predicted : actual).to(at::kDouble);
+    auto all = (of_predicted ? predicted : actual).to(at::kDouble);
     if (sample_weight.defined()) {
       const auto weight = train::weight_like(sample_weight, all);
       hits = hits * weight;
@@ -116,21 +120,9 @@ class PositiveShare final : public MetricFunction {
     }
     state[0] += hits.sum().item<double>();
     state[1] += all.sum().item<double>();
-  }
-  double result(std::span<const double> state) const override { return state[1] == 0 ? 0 : state[0] / state[1]; }
-
- private:
-  Tensor positives(const Tensor& y_pred) const {
-    if (!options_.top_k) return y_pred.gt(options_.threshold.value_or(0.5));
-    auto chosen = at::zeros_like(y_pred, at::kBool);
-    chosen.scatter_(-1, std::get<1>(y_pred.topk(*options_.top_k, -1)), true);
-    return options_.threshold ? chosen.logical_and(y_pred.gt(*options_.threshold)) : chosen;
-  }
-
-  std::string name_;
-  Of of_;
-  PrecisionOptions options_;
-};
+  };
+  return Metric(std::make_shared<Ratio>(name, Mode::max, add));
+}
 
 Metric metric_by_name(const std::string& name) {
   if (name == "accuracy" || name == "acc") return share_of(name, &matches);
@@ -150,9 +142,9 @@ Metric metric_by_name(const std::string& name) {
            "precision, recall, mse, mae"));
 }
 
-TopKOptions checked(TopKOptions options) {
-  if (options.k < 1) throw InvalidArgument(text("top-k accuracy: k is ", options.k, "; it must be at least 1"));
-  return options;
+int checked(const TopKOptions& options) {
+  require(options.k >= 1, "top-k accuracy: k", options.k, "at least 1");
+  return options.k;
 }
 
 }  // namespace
@@ -183,19 +175,19 @@ SparseCategoricalAccuracy::SparseCategoricalAccuracy(std::string name)
     : Metric(share_of(std::move(name), &sparse_matches)) {}
 
 TopKCategoricalAccuracy::TopKCategoricalAccuracy(TopKOptions options, std::string name)
-    : Metric(share_of(std::move(name), [k = checked(options).k](const Tensor& y_true, const Tensor& y_pred) {
+    : Metric(share_of(std::move(name), [k = checked(options)](const Tensor& y_true, const Tensor& y_pred) {
         return in_top_k(train::like_prediction("TopKCategoricalAccuracy", y_true, y_pred).argmax(-1), y_pred, k);
       })) {}
 
 SparseTopKCategoricalAccuracy::SparseTopKCategoricalAccuracy(TopKOptions options, std::string name)
-    : Metric(share_of(std::move(name), [k = checked(options).k](const Tensor& y_true, const Tensor& y_pred) {
+    : Metric(share_of(std::move(name), [k = checked(options)](const Tensor& y_true, const Tensor& y_pred) {
         return in_top_k(train::class_labels("SparseTopKCategoricalAccuracy", y_true, y_pred), y_pred, k);
       })) {}
 
 Precision::Precision(PrecisionOptions options, std::string name)
-    : Metric(std::make_shared<PositiveShare>(std::move(name), PositiveShare::Of::predicted, options)) {}
+    : Metric(positive_share(name, /*of_predicted=*/true, options)) {}
 Recall::Recall(PrecisionOptions options, std::string name)
-    : Metric(std::make_shared<PositiveShare>(std::move(name), PositiveShare::Of::actual, options)) {}
+    : Metric(positive_share(name, /*of_predicted=*/false, options)) {}
 
 MeanSquaredErrorMetric::MeanSquaredErrorMetric(std::string name)
     : Metric(error_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {

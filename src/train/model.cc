@@ -172,10 +172,7 @@ void Model::compile(CompileOptions options) {
     }
   }
   const auto& strategy = unwrap(impl_->strategy);
-  if (options.steps_per_execution < 1) {
-    throw InvalidArgument(
-        text("compile: steps_per_execution is ", options.steps_per_execution, "; it must be at least 1"));
-  }
+  require(options.steps_per_execution >= 1, "compile: steps_per_execution", options.steps_per_execution, "at least 1");
   if (options.steps_per_execution > 1 && impl_->lead->needs_each_step()) {
     throw InvalidArgument(
         "compile: steps_per_execution must be 1 with an elastic strategy, which agrees on its workers after each step, "

@@ -1,8 +1,7 @@
 #include "train/model_state.h"
 
-#include <cxxabi.h>
+#include <c10/util/Type.h>
 
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <typeinfo>
@@ -18,13 +17,7 @@
 
 namespace lockstep {
 
-std::string train::name_of_type(const Callback& callback) {
-  const char* const mangled = typeid(callback).name();
-  int failed = 0;
-  const std::unique_ptr<char, decltype(&std::free)> name(abi::__cxa_demangle(mangled, nullptr, nullptr, &failed),
-                                                         &std::free);
-  return failed == 0 ? name.get() : mangled;
-}
+std::string train::name_of_type(const Callback& callback) { return c10::demangle(typeid(callback).name()); }
 
 void Model::save_weights(const std::string& path) const {
   impl_->require_built("save_weights");

@@ -8,6 +8,7 @@
 #include <span>
 
 #include "base/text.h"
+#include "data/stage.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::train {
@@ -65,12 +66,17 @@ Tensor shares_like_prediction(const char* what, const Tensor& y_true, const Tens
   return labels;
 }
 
+Tensor with_dimensions_of(const Tensor& y_pred, const Tensor& y_true) {
+  if (!y_true.defined()) return y_true;
+  if (y_true.dim() + 1 == y_pred.dim() && y_pred.size(-1) == 1) return y_true.unsqueeze(-1);
+  if (y_true.dim() == y_pred.dim() + 1 && y_true.size(-1) == 1) return y_true.squeeze(-1);
+  return y_true;
+}
+
 Tensor like_prediction(const char* what, const Tensor& y_true, const Tensor& y_pred) {
   require_defined(what, y_true);
   require_real(what, y_true, y_pred);
-  Tensor result = y_true;
-  if (result.dim() + 1 == y_pred.dim() && y_pred.size(-1) == 1) result = result.unsqueeze(-1);
-  if (result.dim() == y_pred.dim() + 1 && result.size(-1) == 1) result = result.squeeze(-1);
+  const auto result = with_dimensions_of(y_pred, y_true);
   if (result.sizes() != y_pred.sizes()) {
     throw InvalidArgument(
         text(what, ": y has shape ", y_true.sizes(), ", the outputs have ", y_pred.sizes(), "; they must be alike"));
@@ -95,29 +101,29 @@ Tensor class_labels(const char* what, const Tensor& y_true, const Tensor& y_pred
   return labels;
 }
 
+std::optional<Tensor> widened(Tensor weight, const Tensor& values) {
+  while (weight.dim() < values.dim()) weight = weight.unsqueeze(-1);
+  bool fits = weight.dim() == values.dim();
+  for (std::int64_t i = 0; fits && i < weight.dim(); ++i)
+    fits = weight.size(i) == values.size(i) || weight.size(i) == 1;
+  return fits ? std::optional(weight) : std::nullopt;
+}
+
 Tensor weight_like(const Tensor& weight, const Tensor& values) {
   require_sample_weights(weight);
   Tensor result = weight.to(values.scalar_type());
   if (result.dim() == values.dim() + 1 && result.size(-1) == 1) result = result.squeeze(-1);
-  while (result.dim() < values.dim()) result = result.unsqueeze(-1);
-  bool fits = result.dim() == values.dim();
-  for (std::int64_t i = 0; fits && i < result.dim(); ++i)
-    fits = result.size(i) == values.size(i) || result.size(i) == 1;
-  if (!fits) {
-    throw InvalidArgument(
-        text("sample weights have shape ", weight.sizes(), "; the values that they weigh have ", values.sizes()));
-  }
-  return result;
+  if (const auto wider = widened(result, values)) return *wider;
+  throw InvalidArgument(
+      text("sample weights have shape ", weight.sizes(), "; the values that they weigh have ", values.sizes()));
 }
 
 Example example_like(const Example& batch) {
-  const auto one = [](const Tensor& tensor) {
-    if (!tensor.defined()) return Tensor();
+  return internal::each_of(batch, [](const Tensor& tensor) {
     auto sizes = tensor.sizes().vec();
     sizes.at(0) = 2;
     return at::zeros(sizes, tensor.options());
-  };
-  return {one(batch.x), one(batch.y), one(batch.weight)};
+  });
 }
 
 }  // namespace lockstep::train

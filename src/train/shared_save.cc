@@ -111,18 +111,6 @@ checkpoint::Pieces bytes_of(const std::vector<at::Tensor>& tensors) {
   return pieces;
 }
 
-// The place at which the other workers write to the chief's file.
-struct Place {
-  std::string file;
-  std::int64_t begin = 0;
-
-  std::string print() const { return cluster::pack({file, text(begin)}); }
-  static Place parse(const std::string& printed) {
-    const auto words = cluster::unpack(printed).value();
-    return {words.at(0), whole_number(words.at(1)).value()};
-  }
-};
-
 // Begins the save of a model that is split over workers: the chief gets all of it, and writes it.
 SharedSave begin_on_chief(ModelImpl& impl, const StateFile& file) {
   auto all = checkpoint::archive_of(impl.state.of_file(file.weights_only));
@@ -146,15 +134,17 @@ SharedSave SharedSave::begin(ModelImpl& impl, const StateFile& file) {
   const auto tensors = large_tensors(impl, file.weights_only);
   auto small = checkpoint::archive_of(impl.state.small_of_file(file.weights_only));
   SharedSave save;
-  Place place;
+  std::string place;  // at which the other workers write to the chief's file
   workers.run_on_rank_0([&] {
     save.archive = std::make_shared<checkpoint::SharedArchive>(file.path, std::move(small), names_of(tensors));
-    place = {save.archive->temporary(), static_cast<std::int64_t>(save.archive->large_begin())};
+    place = cluster::pack({save.archive->temporary(), text(save.archive->large_begin())});
   });
-  place = Place::parse(workers.broadcast(place.print()));
+  const auto words = cluster::unpack(workers.broadcast(place)).value();
+  const auto& chiefs_file = words.at(0);
+  const auto large_begin = whole_number<std::size_t>(words.at(1)).value();
 
   // The writers are the workers that may write to the file.
-  const bool sees = rank == 0 || ::access(place.file.c_str(), W_OK) == 0;
+  const bool sees = rank == 0 || ::access(chiefs_file.c_str(), W_OK) == 0;
   std::vector<int> writers;  // [rank]: its number among them, or -1
   int count = 0;
   for (const auto& said : workers.all_gather(sees ? "sees" : "")) writers.push_back(said.empty() ? -1 : count++);
@@ -169,8 +159,8 @@ SharedSave SharedSave::begin(ModelImpl& impl, const StateFile& file) {
     const auto deadline = workers.deadline();
     save.write = [archive = save.archive, part, count, deadline] { archive->finish(bytes_of(part), count, deadline); };
   } else if (writer > 0) {
-    save.write = [place, part, begin, writer] {
-      checkpoint::write_part(place.file, static_cast<std::size_t>(place.begin), begin, bytes_of(part), writer);
+    save.write = [chiefs_file, large_begin, part, begin, writer] {
+      checkpoint::write_part(chiefs_file, large_begin, begin, bytes_of(part), writer);
     };
   } else {
     save.write = [] {};

@@ -78,10 +78,10 @@ void watch(const std::stop_token& stop, const StrategyImpl& strategy, const std:
 
 }  // namespace
 
-HangWatch::HangWatch(const StrategyImpl& strategy, const std::string& what) {
-  if (strategy.topology().all.size() == 1 && !strategy.workers().is_elastic()) return;
+std::jthread watch_for_hangs(const StrategyImpl& strategy, const std::string& what) {
+  if (strategy.topology().all.size() == 1 && !strategy.workers().is_elastic()) return {};
   const double limit_seconds = strategy.settings().timeouts.step / 2;
-  thread_ = std::jthread(
+  return std::jthread(
       [&strategy, what, limit_seconds](const std::stop_token& stop) { watch(stop, strategy, what, limit_seconds); });
 }
 

@@ -27,15 +27,9 @@ class Stragglers {
   int named_ = -1;
 };
 
-// Watches the batches while it lives, where other workers could wait for this one. Where no batch has ended for half of
-// the communication's timeout, it logs the stacks of this process's threads, once until a batch ends. The stacks of a
-// worker that waits for others show the operation in which it waits.
-class HangWatch {
- public:
-  HangWatch(const StrategyImpl& strategy, const std::string& what);
-
- private:
-  std::jthread thread_;
-};
+// Watches the batches while the returned thread lives, where other workers could wait for this one. Where no batch has
+// ended for half of the communication's timeout, it logs the stacks of this process's threads, once until a batch ends.
+// The stacks of a worker that waits for others show the operation in which it waits.
+std::jthread watch_for_hangs(const StrategyImpl& strategy, const std::string& what);
 
 }  // namespace lockstep::train

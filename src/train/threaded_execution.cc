@@ -81,11 +81,6 @@ void backward_from(const Tensor& loss, double gradient, const Example& part) {
 
 }  // namespace
 
-Example rows_of(const Example& part, std::int64_t first, std::int64_t count) {
-  const auto some = [&](const Tensor& tensor) { return tensor.defined() ? tensor.narrow(0, first, count) : Tensor(); };
-  return {some(part.x), some(part.y), some(part.weight)};
-}
-
 std::vector<PerReplica<StepResult>> ThreadedExecution::train(std::vector<Parts>& batches, Tracker& tracker,
                                                              std::unique_ptr<Prepared> /*prepared*/,
                                                              const std::function<void()>& /*meanwhile*/) {
@@ -184,7 +179,7 @@ ComputedStep ThreadedExecution::compute_no_gradients(ReplicaContext& replica, co
   for (std::size_t i = 0; i < impl_.parameters->buffer_names().size(); ++i)
     buffers.push_back(impl_.parameters->buffer(id, i).clone());
   const auto loss_of = [&](const Tensor& output, std::int64_t first, std::int64_t count) {
-    const auto some = rows_of(none, first, count);
+    const auto some = internal::rows_of(none, first, count);
     const auto loss = impl_.compiled->loss.terms(some.y, impl_.policy.outputs(output), some.weight);
     require_gradient(loss.sum);
     return loss.sum;
@@ -212,7 +207,7 @@ Tensor ThreadedExecution::outputs_of_any(int replica, const Example& part) const
 // Returns an example like those that this worker has had, where the worker has none now.
 Example ThreadedExecution::example_of_none(const Example& empty) const {
   if (empty.x.defined()) example_ = example_like(empty);
-  if (example_.x.defined()) return computes_with_no_tokens() ? rows_of(example_, 0, 0) : example_;
+  if (example_.x.defined()) return computes_with_no_tokens() ? internal::rows_of(example_, 0, 0) : example_;
   throw InvalidArgument(
       "a worker has had no example yet, and cannot take part in computing those of others: give each some of the first "
       "batch");

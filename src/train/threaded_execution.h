@@ -96,7 +96,4 @@ class ThreadedExecution : public Execution {
   mutable Example example_;  // of zeros, for a step in which this worker has no examples
 };
 
-// Returns rows `first` to `first` + `count` of a part.
-Example rows_of(const Example& part, std::int64_t first, std::int64_t count);
-
 }  // namespace lockstep::train

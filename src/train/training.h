@@ -85,7 +85,7 @@ class Training {
   virtual void wait_for_newcomers(const std::function<void()>& /*save*/) {}
 
  protected:
-  enum Place { stops_, interrupted, terminated, newcomers, waited, mark, kSize };
+  enum { stops_, interrupted, terminated, newcomers, waited, mark, kSize };
   using Says = std::array<double, kSize>;
 
   // Returns this worker's part of an agreement.

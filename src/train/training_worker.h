@@ -15,7 +15,7 @@ class TrainingWorker : public elastic::Member {
  public:
   // `what`: "fit", for messages.
   TrainingWorker(StrategyImpl& strategy, std::string what)
-      : strategy_(strategy), what_(std::move(what)), hang_watch_(strategy, what_) {}
+      : strategy_(strategy), what_(std::move(what)), hang_watch_(watch_for_hangs(strategy, what_)) {}
 
   int rank() const final { return strategy_.topology().all.rank(); }
   int size() const final { return strategy_.topology().all.size(); }
@@ -72,7 +72,7 @@ class TrainingWorker : public elastic::Member {
   std::chrono::steady_clock::time_point began_;
   bool was_chief_ = false;
   std::string loss_;
-  const HangWatch hang_watch_;
+  const std::jthread hang_watch_;
 };
 
 }  // namespace lockstep::train

@@ -68,8 +68,8 @@ struct BatchOptions {
 
 namespace internal {
 class Cursor;
-class Stage;
 struct Row;
+struct Stage;
 }  // namespace internal
 
 class DatasetIterator {

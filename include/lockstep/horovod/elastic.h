@@ -74,7 +74,7 @@ class State {
   int newest_rank();
 
  private:
-  friend class Trainer;
+  friend std::function<void(State& state)> run(std::function<void(State& state)> train);
   std::vector<std::function<void()>> callbacks_;
   std::int64_t commits_ = 0, newest_ = 0;
 };

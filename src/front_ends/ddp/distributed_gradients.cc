@@ -37,8 +37,7 @@ std::string describe(const DistributedDataParallelOptions& options) {
 
 DistributedDataParallelOptions checked(DistributedDataParallelOptions options) {
   const auto require_above_zero = [](const char* name, double value) {
-    if (!(value > 0))
-      throw InvalidArgument(text("DistributedDataParallel: ", name, " is ", value, "; it must be above 0"));
+    require(value > 0, text("DistributedDataParallel: ", name), value, "above 0");
   };
   require_above_zero("bucket_cap_mb", options.bucket_cap_mb);
   require_above_zero("first_bucket_mb", options.first_bucket_mb);

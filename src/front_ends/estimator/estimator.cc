@@ -17,18 +17,16 @@
 namespace lockstep {
 namespace {
 
-void require(bool holds, const char* name, double value, const char* allowed) {
-  if (!holds) throw InvalidArgument(text("Estimator: ", name, " is ", value, "; it must be ", allowed));
-}
-
 RunConfig checked(RunConfig config) {
-  require(config.save_checkpoints_steps >= 0, "save_checkpoints_steps",
-          static_cast<double>(config.save_checkpoints_steps), "0 (by time) or more");
-  require(config.save_checkpoints_secs > 0, "save_checkpoints_secs", config.save_checkpoints_secs, "above 0");
-  require(config.keep_checkpoint_max >= 0, "keep_checkpoint_max", config.keep_checkpoint_max, "0 (all) or more");
-  require(config.log_step_count_steps >= 0, "log_step_count_steps", static_cast<double>(config.log_step_count_steps),
+  require(config.save_checkpoints_steps >= 0, "Estimator: save_checkpoints_steps", config.save_checkpoints_steps,
+          "0 (by time) or more");
+  require(config.save_checkpoints_secs > 0, "Estimator: save_checkpoints_secs", config.save_checkpoints_secs,
+          "above 0");
+  require(config.keep_checkpoint_max >= 0, "Estimator: keep_checkpoint_max", config.keep_checkpoint_max,
+          "0 (all) or more");
+  require(config.log_step_count_steps >= 0, "Estimator: log_step_count_steps", config.log_step_count_steps,
           "0 (none) or more");
-  require(config.save_summary_steps >= 0, "save_summary_steps", static_cast<double>(config.save_summary_steps),
+  require(config.save_summary_steps >= 0, "Estimator: save_summary_steps", config.save_summary_steps,
           "0 (none) or more");
   return config;
 }
@@ -117,9 +115,8 @@ struct Estimator::State {
   }
 
   void train(const InputFn& input_fn, const TrainOptions& options, std::function<void()> after_save) {
-    require(options.steps >= 0, "steps", static_cast<double>(options.steps), "0 (until the data end) or more");
-    require(options.max_steps >= 0, "max_steps", static_cast<double>(options.max_steps),
-            "0 (until the data end) or more");
+    require(options.steps >= 0, "Estimator: steps", options.steps, "0 (until the data end) or more");
+    require(options.max_steps >= 0, "Estimator: max_steps", options.max_steps, "0 (until the data end) or more");
     if (options.steps > 0 && options.max_steps > 0) {
       throw InvalidArgument(text("Estimator: both steps (", options.steps, ") and max_steps (", options.max_steps,
                                  ") are given; give one of them"));
@@ -178,9 +175,7 @@ struct Estimator::State {
 double Params::at(const std::string& name) const {
   const auto found = find(name);
   if (found != end()) return found->second;
-  std::vector<std::string> names;
-  for (const auto& [known, value] : *this) names.push_back(known);
-  throw InvalidArgument(text("Params: there is no \"", name, "\"; there are ", join(names)));
+  throw InvalidArgument(text("Params: there is no \"", name, "\"; there are ", names_in(*this)));
 }
 
 Estimator::Estimator(ModelFn model_fn, RunConfig config, Params params)
@@ -207,9 +202,7 @@ Predictions Estimator::predict(const InputFn& input_fn, const EstimatorPredictOp
   for (const auto& key : options.predict_keys) {
     const auto found = all.find(key);
     if (found == all.end()) {
-      std::vector<std::string> names;
-      for (const auto& [name, value] : all) names.push_back(name);
-      throw InvalidArgument(text("Estimator: predict_keys has \"", key, "\"; there are ", join(names)));
+      throw InvalidArgument(text("Estimator: predict_keys has \"", key, "\"; there are ", names_in(all)));
     }
     chosen.insert(*found);
   }
@@ -222,7 +215,7 @@ const RunConfig& Estimator::config() const { return state_->config; }
 const Params& Estimator::params() const { return state_->params; }
 
 Logs train_and_evaluate(Estimator& estimator, const TrainSpec& train_spec, const EvalSpec& eval_spec) {
-  require(eval_spec.throttle_secs >= 0, "throttle_secs", eval_spec.throttle_secs, "0 or more");
+  require(eval_spec.throttle_secs >= 0, "Estimator: throttle_secs", eval_spec.throttle_secs, "0 or more");
   if (!eval_spec.input_fn) throw InvalidArgument("Estimator: the EvalSpec's input_fn is empty");
   auto& state = *estimator.state_;
   const Communicator workers = unwrap(state.strategy(ModeKeys::train)).topology().all;

@@ -1,4 +1,6 @@
 // init, shutdown, ranks and sizes.
+#include <array>
+
 #include "base/text.h"
 #include "front_ends/horovod/generations.h"
 #include "front_ends/horovod/session.h"
@@ -11,18 +13,15 @@ namespace {
 
 // This rank's place among the hosts, from the local ranks and sizes of all.
 Session::Position position_of(const World& world, const Group& group) {
-  struct Says {
-    std::int64_t local_rank, local_size;
-  };
-  Says mine{world.local_rank, world.local_size};
-  std::vector<Says> all(static_cast<std::size_t>(world.size));
-  group.all_gather({&mine, 2, DType::int64}, {all.data(), 2 * all.size(), DType::int64},
+  const std::array<std::int64_t, 2> mine{world.local_rank, world.local_size};
+  std::vector<std::array<std::int64_t, 2>> all(static_cast<std::size_t>(world.size));
+  group.all_gather({mine.data(), 2, DType::int64}, {all.data(), 2 * all.size(), DType::int64},
                    Deadline::after(std::chrono::minutes(5)));
   Session::Position position{.world = world, .cross_rank = 0, .cross_size = 0};
   for (int r = 0; r < world.size; ++r) {
-    const auto& says = all[static_cast<std::size_t>(r)];
-    if (says.local_size != mine.local_size) position.homogeneous = false;
-    if (says.local_rank != mine.local_rank) continue;
+    const auto [local_rank, local_size] = all[static_cast<std::size_t>(r)];
+    if (local_size != world.local_size) position.homogeneous = false;
+    if (local_rank != world.local_rank) continue;
     if (r < world.rank) ++position.cross_rank;
     ++position.cross_size;
   }
@@ -37,12 +36,8 @@ std::shared_ptr<Session> session_of(const World& world, const Communicator& rank
 
 void init(const InitOptions& options) {
   if (Session::exists()) return;
-  if (!(options.timeout_seconds > 0)) {
-    throw InvalidArgument(text("horovod::init: timeout_seconds is ", options.timeout_seconds, "; it must be above 0"));
-  }
-  if (!(options.regroup_seconds > 0)) {
-    throw InvalidArgument(text("horovod::init: regroup_seconds is ", options.regroup_seconds, "; it must be above 0"));
-  }
+  require(options.timeout_seconds > 0, "horovod::init: timeout_seconds", options.timeout_seconds, "above 0");
+  require(options.regroup_seconds > 0, "horovod::init: regroup_seconds", options.regroup_seconds, "above 0");
   const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
   if (!cluster.host_store.empty()) {
     Generations::set(std::make_shared<Generations>(cluster, options));

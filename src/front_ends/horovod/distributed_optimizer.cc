@@ -57,10 +57,8 @@ constexpr std::size_t kBucketBytes = 25 << 20;
 
 DistributedOptimizerOptions checked(const DistributedOptimizerOptions& options) {
   check_gradient_op(options.op);
-  if (options.backward_passes_per_step < 1) {
-    throw InvalidArgument(text("DistributedOptimizer: backward_passes_per_step is ", options.backward_passes_per_step,
-                               "; it must be at least 1"));
-  }
+  require(options.backward_passes_per_step >= 1, "DistributedOptimizer: backward_passes_per_step",
+          options.backward_passes_per_step, "at least 1");
   return options;
 }
 

@@ -32,9 +32,7 @@ void shuffle(std::vector<std::int64_t>& indices, std::uint64_t seed) {
 
 ElasticSampler::ElasticSampler(std::int64_t dataset_size, bool shuffle, std::uint64_t seed)
     : dataset_size_(dataset_size), shuffle_(shuffle), seed_(seed) {
-  if (dataset_size < 1) {
-    throw InvalidArgument(text("ElasticSampler: dataset_size is ", dataset_size, "; it must be at least 1"));
-  }
+  require(dataset_size >= 1, "ElasticSampler: dataset_size", dataset_size, "at least 1");
   reset();
 }
 
@@ -90,45 +88,6 @@ Trackable ElasticSampler::trackable() {
   };
   return {save, load};
 }
-
-// Horovod Elastic: states, and the loop around a training.
-class Trainer {
- public:
-  Trainer(State& state, const std::function<void(State&)>& train) : state_(state), train_(train) {}
-
-  void run() {
-    const auto generations = Generations::current();
-    if (!generations) return sync_and_train();
-    generations->begin_training();
-    while (true) {
-      std::vector<int> lost;
-      try {
-        sync_and_train();
-        return generations->end_training();
-      } catch (const HostsUpdatedInterrupt&) {
-      } catch (const std::exception& error) {
-        const auto ranks = generations->lost_in(error);
-        if (!ranks) throw;
-        log_warning(text("training goes on from its last commit: ", error.what()));
-        state_.restore();
-        lost = *ranks;
-      }
-      generations->regroup(std::move(lost));
-      state_.on_reset();
-    }
-  }
-
- private:
-  void sync_and_train() {
-    state_.sync();
-    state_.commits_ = state_.newest_;
-    if (const auto generations = Generations::current()) generations->has_state();
-    train_(state_);
-  }
-
-  State& state_;
-  const std::function<void(State&)>& train_;
-};
 
 void State::register_reset_callbacks(std::vector<std::function<void()>> callbacks) {
   for (auto& callback : callbacks) callbacks_.push_back(std::move(callback));
@@ -241,7 +200,33 @@ void TorchState::sync() {
 }
 
 std::function<void(State& state)> run(std::function<void(State& state)> train) {
-  return [train = std::move(train)](State& state) { Trainer(state, train).run(); };
+  return [train = std::move(train)](State& state) {
+    const auto generations = Generations::current();
+    const auto sync_and_train = [&] {
+      state.sync();
+      state.commits_ = state.newest_;
+      if (generations) generations->has_state();
+      train(state);
+    };
+    if (!generations) return sync_and_train();
+    generations->begin_training();
+    while (true) {
+      std::vector<int> lost;
+      try {
+        sync_and_train();
+        return generations->end_training();
+      } catch (const HostsUpdatedInterrupt&) {
+      } catch (const std::exception& error) {
+        const auto ranks = generations->lost_in(error);
+        if (!ranks) throw;
+        log_warning(text("training goes on from its last commit: ", error.what()));
+        state.restore();
+        lost = *ranks;
+      }
+      generations->regroup(std::move(lost));
+      state.on_reset();
+    }
+  };
 }
 
 }  // namespace lockstep::horovod::elastic

@@ -27,11 +27,6 @@ OptimizerOptions with_ranks(const Optimizer& inner, const FitOptimizerOptions& o
   return all;
 }
 
-void require(bool holds, const char* name, double value, const char* allowed) {
-  if (holds) return;
-  throw InvalidArgument(text("LearningRateWarmupCallback: ", name, " is ", value, "; it must be ", allowed));
-}
-
 }  // namespace
 
 DistributedOptimizer<Optimizer>::DistributedOptimizer(const Optimizer& inner, const FitOptimizerOptions& options)
@@ -60,9 +55,9 @@ void MetricAverageCallback::on_epoch_logs(int epoch, Logs& logs) {
 }
 
 LearningRateWarmupCallback::LearningRateWarmupCallback(const LearningRateWarmupOptions& options) : options_(options) {
-  require(options.initial_lr > 0, "initial_lr", options.initial_lr, "above 0");
-  require(options.warmup_epochs > 0, "warmup_epochs", options.warmup_epochs, "above 0");
-  require(options.steps_per_epoch >= 0, "steps_per_epoch", static_cast<double>(options.steps_per_epoch),
+  require(options.initial_lr > 0, "LearningRateWarmupCallback: initial_lr", options.initial_lr, "above 0");
+  require(options.warmup_epochs > 0, "LearningRateWarmupCallback: warmup_epochs", options.warmup_epochs, "above 0");
+  require(options.steps_per_epoch >= 0, "LearningRateWarmupCallback: steps_per_epoch", options.steps_per_epoch,
           "0 (as many as the data set tells) or more");
 }
 

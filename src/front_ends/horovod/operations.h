@@ -37,8 +37,7 @@ inline void check_rows(const char* caller, const Tensor& tensor) {
 }
 
 inline void check_root(const std::string& caller, int root_rank, int size) {
-  if (root_rank >= 0 && root_rank < size) return;
-  throw InvalidArgument(text(caller, ": root_rank is ", root_rank, "; it must be from 0 to ", size - 1));
+  require(root_rank >= 0 && root_rank < size, caller + ": root_rank", root_rank, "from 0 to ", size - 1);
 }
 
 inline std::int64_t elements_of_row(const Tensor& tensor) { return c10::multiply_integers(tensor.sizes().slice(1)); }
@@ -101,8 +100,7 @@ inline std::optional<DType> sent_dtype(Compression compression) {
 }
 
 inline void check_gradient_op(ReduceOp op) {
-  if (op == Average || op == Sum) return;
-  throw InvalidArgument(text("DistributedOptimizer: op is ", name_of(op), "; it must be Average or Sum"));
+  require(op == Average || op == Sum, "DistributedOptimizer: op", name_of(op), "Average or Sum");
 }
 
 }  // namespace lockstep::horovod

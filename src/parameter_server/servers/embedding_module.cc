@@ -13,9 +13,9 @@
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/random.h"
-#include "lockstep/train/layers.h"
 #include "ops/tensors.h"
 #include "parameter_server/table.h"
+#include "train/layers/specs.h"
 
 namespace lockstep {
 namespace servers {
@@ -209,23 +209,6 @@ std::vector<parameter_server::TableSpec> tables_of(const ReplicatedParameters& p
 
 }  // namespace servers
 
-namespace {
-
-class ShardedEmbeddingSpec final : public LayerSpec {
- public:
-  explicit ShardedEmbeddingSpec(const ShardedEmbedding& like) : like_(like) {}
-  std::string kind() const override { return "sharded_embedding"; }
-  BuiltLayer build(const Tensor&) const override {
-    const auto embedding = like_.copy();
-    return {embedding.ptr(), [embedding](const Tensor& x) { return embedding(x); }};
-  }
-
- private:
-  ShardedEmbedding like_;
-};
-
-}  // namespace
-
 ShardedEmbedding::ShardedEmbedding(std::int64_t input_dim, std::int64_t output_dim, ShardedEmbeddingOptions options)
     : module_(std::make_shared<servers::EmbeddingModule>(input_dim, output_dim, options)) {}
 
@@ -236,6 +219,10 @@ ShardedEmbedding ShardedEmbedding::copy() const {
   return {module_->table().rows, module_->table().width, module_->options()};
 }
 
-Layer::Layer(const ShardedEmbedding& embedding) : Layer(std::make_shared<ShardedEmbeddingSpec>(embedding)) {}
+Layer::Layer(const ShardedEmbedding& embedding)
+    : Layer(train::spec_of("sharded_embedding", [embedding](const Tensor&) {
+        const auto own = embedding.copy();
+        return BuiltLayer{own.ptr(), [own](const Tensor& x) { return own(x); }};
+      })) {}
 
 }  // namespace lockstep

@@ -12,34 +12,34 @@ using parameter_server::Role;
 using parameter_server::ServerCluster;
 
 template <class... Allowed>
-[[noreturn]] void fail(const char* name, int value, const Allowed&... allowed) {
-  throw InvalidArgument(text("ParameterServerStrategy: ", name, " is ", value, "; it must be ", allowed...));
+void check(bool holds, const char* name, int value, const Allowed&... allowed) {
+  require(holds, text("ParameterServerStrategy: ", name), value, allowed...);
 }
 
 int replicas_of_shards(const ParameterServerOptions& options, int servers) {
   const int replicas = options.replicas_of_shards;
-  if (replicas < 1 || replicas > 2) fail("replicas_of_shards", replicas, "1 or 2");
-  if (replicas > servers) fail("replicas_of_shards", replicas, "1 with one server");
+  check(replicas >= 1 && replicas <= 2, "replicas_of_shards", replicas, "1 or 2");
+  check(replicas <= servers, "replicas_of_shards", replicas, "1 with one server");
   return replicas;
 }
 
 bool bfloat16_gradients(const ParameterServerOptions& options) {
-  if (!options.gradient_dtype || *options.gradient_dtype == DType::bfloat16) return options.gradient_dtype.has_value();
-  throw InvalidArgument(text("ParameterServerStrategy: gradient_dtype is ", name_of(*options.gradient_dtype),
-                             "; it must be bfloat16, or not set"));
+  const auto dtype = options.gradient_dtype.value_or(DType::bfloat16);
+  require(dtype == DType::bfloat16, "ParameterServerStrategy: gradient_dtype", name_of(dtype), "bfloat16, or not set");
+  return options.gradient_dtype.has_value();
 }
 
 parameter_server::UpdateMode mode_of(const ParameterServerOptions& options, int workers) {
-  if (options.staleness_bound < -1) fail("staleness_bound", options.staleness_bound, "-1 (none) or more");
+  const int bound = options.staleness_bound, spare = options.spare_workers;
+  check(bound >= -1, "staleness_bound", bound, "-1 (none) or more");
   if (!options.synchronous) {
-    if (options.spare_workers != 0) fail("spare_workers", options.spare_workers, "0 unless synchronous is set");
-    return {.most_ahead = options.staleness_bound};
+    check(spare == 0, "spare_workers", spare, "0 unless synchronous is set");
+    return {.most_ahead = bound};
   }
-  if (options.staleness_bound != -1) fail("staleness_bound", options.staleness_bound, "-1 where synchronous is set");
-  if (options.spare_workers < 0 || options.spare_workers >= workers) {
-    fail("spare_workers", options.spare_workers, "from 0 to ", workers - 1, " with ", workers, " workers");
-  }
-  return {.parts = workers, .needed = workers - options.spare_workers};
+  check(bound == -1, "staleness_bound", bound, "-1 where synchronous is set");
+  check(spare >= 0 && spare < workers, "spare_workers", spare, "from 0 to ", workers - 1, " with ", workers,
+        " workers");
+  return {.parts = workers, .needed = workers - spare};
 }
 
 // Returns a worker's own devices, and all cores of its host for the chief, which evaluates. Servers compute no step.

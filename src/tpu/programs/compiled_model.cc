@@ -78,7 +78,7 @@ std::vector<CompiledModel::Input> CompiledModel::read(std::vector<Parts>& batche
   unwrap(impl_.strategy).replicas().run([&](int replica) {
     for (auto& batch : batches) inputs[static_cast<std::size_t>(replica)].push_back(batch[replica].read());
   });
-  const auto none = first_of(some_of(inputs), 0);
+  const auto none = internal::rows_of(some_of(inputs), 0, 0);
   for (auto& input : inputs)
     for (auto& part : input)
       if (part.size() == 0) part = none;
@@ -108,7 +108,7 @@ std::shared_ptr<const CompiledModel::Compiled> CompiledModel::program_for(Kind k
   const int count = steps(kind, inputs);
   auto& compiled = programs_[{kind, count, shapes_of(like)}];
   if (compiled != nullptr && compiled->rows >= all.rows) return compiled;
-  auto tensors = filled_up(first_of(like, 0), all.rows, all.row);
+  auto tensors = filled_up(internal::rows_of(like, 0, 0), all.rows, all.row);
   tensors.push_back(counts_of(all.rows, all.rows));
   auto made = std::make_shared<Compiled>();
   made->rows = all.rows;
@@ -158,9 +158,7 @@ bool CompiledModel::updates(const std::vector<Input>& inputs, std::size_t step) 
     if (step >= input.size() || input[step].size() == 0) continue;
     const auto& weight = input[step].weight;
     const double sum = by_weight && weight.defined() ? weight.sum().item<double>() : 1;
-    if (!(sum >= 0) || std::isinf(sum)) {
-      throw InvalidArgument(text("a replica's weight is ", sum, "; it must be 0 (no examples) or more, and finite"));
-    }
+    require(sum >= 0 && !std::isinf(sum), "a replica's weight", sum, "0 (no examples) or more, and finite");
     has_weight = has_weight || sum > 0;
   }
   return has_weight;

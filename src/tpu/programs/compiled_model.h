@@ -27,9 +27,6 @@ Shapes shapes_of(const Example& batch);
 // Returns x, y and weight, where the example has them.
 std::vector<Tensor> defined_of(const Example& example);
 
-// Returns the first `count` examples.
-Example first_of(const Example& batch, std::int64_t count);
-
 struct LaunchAgreement {
   std::int64_t rows = 0;      // rows of the largest part
   Example row;                // one example, by which smaller parts are filled up

@@ -14,17 +14,12 @@
 namespace lockstep::programs {
 
 Shapes shapes_of(const Example& batch) {
-  const auto none = first_of(batch, 0);
+  const auto none = internal::rows_of(batch, 0, 0);
   return ops::shapes_of({none.x, none.y, none.weight});
 }
 
 std::vector<Tensor> defined_of(const Example& example) {
   return ops::defined_of({example.x, example.y, example.weight});
-}
-
-Example first_of(const Example& batch, std::int64_t count) {
-  const auto some = [&](const Tensor& tensor) { return tensor.defined() ? tensor.narrow(0, 0, count) : tensor; };
-  return {some(batch.x), some(batch.y), some(batch.weight)};
 }
 
 namespace {
@@ -107,7 +102,7 @@ LaunchAgreement agree_on_launch(const Communicator& workers, const std::string& 
   LaunchAgreement all{.updates = std::move(updates)};
   for (const auto& input : inputs) {
     for (const auto& part : input) {
-      if (all.rows == 0 && part.size() > 0) all.row = first_of(part, 1);
+      if (all.rows == 0 && part.size() > 0) all.row = internal::rows_of(part, 0, 1);
       all.rows = std::max(all.rows, part.size());
     }
   }

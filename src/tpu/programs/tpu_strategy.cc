@@ -79,10 +79,8 @@ std::shared_ptr<StrategyImpl> make_strategy(const TPUClusterResolver& resolver, 
 
 TPUClusterResolver::TPUClusterResolver(std::string tpu, TPUClusterResolverOptions options)
     : tpu_(std::move(tpu)), options_(std::move(options)) {
-  if (!(options_.start_timeout_seconds > 0)) {
-    throw InvalidArgument(
-        text("TPUClusterResolver: start_timeout_seconds is ", options_.start_timeout_seconds, "; it must be above 0"));
-  }
+  require(options_.start_timeout_seconds > 0, "TPUClusterResolver: start_timeout_seconds",
+          options_.start_timeout_seconds, "above 0");
   if (tpu_.empty() || tpu_ == "local") return;
   const char* const here = std::getenv("TPU_NAME");
   if (here != nullptr && tpu_ == here) return;

@@ -20,21 +20,8 @@ bool chief_says(ModelImpl& impl, const std::function<bool()>& says) {
 
 }  // namespace
 
-void BackgroundWriter::wait() {
-  if (thread_.joinable()) thread_.join();
-  if (failed_) std::rethrow_exception(std::exchange(failed_, nullptr));
-}
-
-void BackgroundWriter::start(std::function<void()> write) {
-  ended_ = false;
-  thread_ = std::jthread([this, write = std::move(write)] {
-    try {
-      write();
-      ended_ = true;
-    } catch (...) {
-      failed_ = std::current_exception();
-    }
-  });
+void BackgroundSave::wait() {
+  if (writing_.valid()) writing_.get();
 }
 
 void BackgroundSave::begin(ModelImpl& impl, const train::StateFile& file) {
@@ -44,11 +31,12 @@ void BackgroundSave::begin(ModelImpl& impl, const train::StateFile& file) {
   archive_ = save.archive;
   path_ = file.path;
   begun_in_ = impl.topology.all.regroups();
-  if (archive_) {
-    writer_.start([write = std::move(save.write), file] { file.make(write); });
-  } else {
-    writer_.start(std::move(save.write));
-  }
+  is_written_ = false;
+  writing_ =
+      std::async(std::launch::async, [this, write = std::move(save.write), file, is_chief = archive_ != nullptr] {
+        is_chief ? file.make(write) : write();
+        is_written_ = true;
+      });
   impl.topology.all.any(false);  // where it returns on one, all have begun
 }
 
@@ -57,7 +45,7 @@ void BackgroundSave::finish(const ModelImpl& impl) {
   std::string mine;
   if (!archive_) {
     try {
-      writer_.wait();
+      wait();
     } catch (const IoError& error) {
       mine = error.what();
     }
@@ -73,7 +61,7 @@ void BackgroundSave::finish(const ModelImpl& impl) {
     // All workers that are left have written their parts.
     if (archive_ && (!problem.empty() || others_left)) archive_->abandon();
     try {
-      writer_.wait();
+      wait();
     } catch (const IoError&) {
       if (problem.empty() && !others_left) throw;
     }
@@ -106,7 +94,7 @@ bool BackgroundSave::is_lost(ModelImpl& impl) {
 void BackgroundSave::give_up(std::chrono::seconds after) noexcept {
   if (archive_) archive_->abandon(after);
   try {
-    writer_.wait();
+    wait();
   } catch (const std::exception&) {  // the save is not whole
   }
   archive_.reset();

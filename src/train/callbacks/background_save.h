@@ -3,36 +3,16 @@
 
 #include <atomic>
 #include <chrono>
-#include <exception>
-#include <functional>
+#include <future>
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 
 #include "train/shared_save.h"
 
 namespace lockstep {
 
-// Writes in a thread of its own, one thing at a time. One thread calls it. The destructor waits.
-class BackgroundWriter {
- public:
-  // Until what was started is written. Throws what that threw, once.
-  void wait();
-
-  // True where nothing is being written, and the last write succeeded.
-  bool ended() const { return ended_; }
-
-  // Calls write() in a thread. What was started before must have been waited for.
-  void start(std::function<void()> write);
-
- private:
-  std::exception_ptr failed_;  // of thread_, once that has ended
-  std::atomic<bool> ended_ = true;
-  std::jthread thread_;
-};
-
-// One thread, between steps.
+// Writes in a thread of its own. One thread calls it, between steps. The destructor waits.
 class BackgroundSave {
  public:
   // Copies what is saved, and begins to write it. The chief's thread makes the file. Gives up an earlier save that is
@@ -59,9 +39,11 @@ class BackgroundSave {
   void give_up(std::chrono::seconds after) noexcept;
 
  private:
-  bool is_whole() const { return !path_ || (archive_ && writer_.ended()); }
+  void wait();  // until the write that was begun has ended; throws what that threw, once
+  bool is_whole() const { return !path_ || (archive_ && is_written_); }
 
-  BackgroundWriter writer_;
+  std::atomic<bool> is_written_ = false;  // the write that was begun has ended well
+  std::future<void> writing_;
   std::shared_ptr<checkpoint::SharedArchive> archive_;  // on the chief
   std::optional<std::string> path_;                     // of the save that was begun, until it is known to be whole
   bool was_lost_ = false;

@@ -45,7 +45,7 @@ BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptio
       previous_(checkpoint_file((std::filesystem::path(folder_) / "backup-previous").string())),
       options_(options),
       background_(std::make_shared<BackgroundSave>()) {
-  require_not_negative("BackupAndRestore: save_freq", options_.save_freq);
+  require(options_.save_freq >= 0, "BackupAndRestore: save_freq", options_.save_freq, "0 or more");
 }
 
 void BackupAndRestore::on_train_begin() {

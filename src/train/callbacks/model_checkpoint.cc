@@ -81,8 +81,8 @@ std::string train::fixed_folder_of(const std::string& filepath) {
 
 ModelCheckpoint::ModelCheckpoint(std::string filepath, ModelCheckpointOptions options)
     : filepath_(std::move(filepath)), options_(std::move(options)), background_(std::make_shared<BackgroundSave>()) {
-  require_not_negative("ModelCheckpoint: save_freq", options_.save_freq);
-  require_not_negative("ModelCheckpoint: max_to_keep", options_.max_to_keep);
+  require(options_.save_freq >= 0, "ModelCheckpoint: save_freq", options_.save_freq, "0 or more");
+  require(options_.max_to_keep >= 0, "ModelCheckpoint: max_to_keep", options_.max_to_keep, "0 or more");
 }
 
 void ModelCheckpoint::on_train_begin() {

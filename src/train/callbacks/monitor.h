@@ -43,9 +43,7 @@ inline Mode resolved(const char* callback, Mode mode, const std::string& monitor
 // Returns the monitored value; none, with a warning, when this epoch has none, as Keras does.
 inline std::optional<double> monitored(const char* callback, const std::string& name, const Logs& logs) {
   if (logs.contains(name)) return logs[name];
-  std::vector<std::string> names;
-  for (const auto& [known, value] : logs) names.push_back(known);
-  log_warning(text(callback, ": this epoch has no ", name, "; there are ", join(names)));
+  log_warning(text(callback, ": this epoch has no ", name, "; there are ", names_in(logs)));
   return std::nullopt;
 }
 

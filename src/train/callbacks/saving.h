@@ -18,10 +18,6 @@ inline std::chrono::seconds for_other_workers(const Model& model) {
   return std::chrono::seconds(unwrap(model.strategy()).workers().is_elastic() ? 0 : 10);
 }
 
-inline void require_not_negative(const char* what, std::int64_t value) {
-  if (value < 0) throw InvalidArgument(text(what, " is ", value, "; it must be 0 or more"));
-}
-
 // Returns why act() failed; empty where it did not.
 std::string done_or_why(const char* callback, const auto& act) {
   try {

@@ -37,14 +37,12 @@ void TerminateOnNaN::on_train_batch_end(std::int64_t batch, const Logs& logs) {
 }
 
 EarlyStopping::EarlyStopping(EarlyStoppingOptions options) : options_(std::move(options)) {
-  const auto require = [](bool holds, const char* name, double value, const char* allowed) {
-    if (!holds) throw InvalidArgument(text("EarlyStopping: ", name, " is ", value, "; it must be ", allowed));
-  };
   options_.min_delta = std::abs(options_.min_delta);  // as in Keras
-  require(std::isfinite(options_.min_delta), "min_delta", options_.min_delta, "a finite number");
-  require(options_.patience >= 0, "patience", options_.patience, "0 or more");
-  require(options_.start_from_epoch >= 0, "start_from_epoch", options_.start_from_epoch, "0 or more");
-  if (options_.baseline) require(!std::isnan(*options_.baseline), "baseline", *options_.baseline, "a number");
+  require(std::isfinite(options_.min_delta), "EarlyStopping: min_delta", options_.min_delta, "a finite number");
+  require(options_.patience >= 0, "EarlyStopping: patience", options_.patience, "0 or more");
+  require(options_.start_from_epoch >= 0, "EarlyStopping: start_from_epoch", options_.start_from_epoch, "0 or more");
+  if (options_.baseline)
+    require(!std::isnan(*options_.baseline), "EarlyStopping: baseline", *options_.baseline, "a number");
 }
 
 void EarlyStopping::on_train_begin() {

@@ -152,10 +152,7 @@ struct TensorBoard::Writers {
 
 TensorBoard::TensorBoard(std::string log_dir, TensorBoardOptions options)
     : log_dir_(std::move(log_dir)), options_(options) {
-  if (options_.update_freq < 0) {
-    throw InvalidArgument(
-        text("TensorBoard: update_freq is ", options_.update_freq, "; it must be 0 (epochs only) or more"));
-  }
+  require(options_.update_freq >= 0, "TensorBoard: update_freq", options_.update_freq, "0 (epochs only) or more");
 }
 
 void TensorBoard::on_train_begin() {

@@ -4,9 +4,7 @@
 #include <cmath>
 #include <map>
 
-#include "base/text.h"
-#include "lockstep/base/error.h"
-#include "lockstep/train/layers.h"
+#include "train/layers/specs.h"
 
 namespace lockstep {
 namespace {
@@ -37,22 +35,12 @@ const std::map<std::string, Function>& activations() {
   return functions;
 }
 
-std::string names_of(const auto& named) {
-  std::vector<std::string> names;
-  for (const auto& [name, value] : named) names.push_back(name);
-  return join(names);
+// Return the number of inputs, or of outputs, of a weight [outputs, inputs, ...], as keras.initializers.compute_fans.
+double numel_over(const Tensor& weight, std::int64_t dimension) {
+  return static_cast<double>(weight.numel()) / (weight.dim() < 2 ? 1 : static_cast<double>(weight.size(dimension)));
 }
-
-struct Fans {
-  double in, out;
-};
-
-// Returns the fans of a weight [outputs, inputs, ...], as keras.initializers.compute_fans.
-Fans fans_of(const Tensor& weight) {
-  if (weight.dim() < 2) return {static_cast<double>(weight.numel()), static_cast<double>(weight.numel())};
-  const double field = static_cast<double>(weight.numel()) / static_cast<double>(weight.size(0) * weight.size(1));
-  return {static_cast<double>(weight.size(1)) * field, static_cast<double>(weight.size(0)) * field};
-}
+double fan_in(const Tensor& weight) { return numel_over(weight, 0); }
+double fan_out(const Tensor& weight) { return numel_over(weight, 1); }
 
 void fill_uniform(Tensor& tensor, double variance) {
   const double limit = std::sqrt(3 * variance);
@@ -72,12 +60,12 @@ const std::map<std::string, std::function<void(Tensor&)>>& initializers() {
       {"ones", [](Tensor& t) { t.fill_(1); }},
       {"uniform", [](Tensor& t) { t.uniform_(-0.05, 0.05); }},
       {"normal", [](Tensor& t) { t.normal_(0, 0.05); }},
-      {"glorot_uniform", [](Tensor& t) { fill_uniform(t, 2 / (fans_of(t).in + fans_of(t).out)); }},
-      {"glorot_normal", [](Tensor& t) { fill_truncated_normal(t, 2 / (fans_of(t).in + fans_of(t).out)); }},
-      {"he_uniform", [](Tensor& t) { fill_uniform(t, 2 / fans_of(t).in); }},
-      {"he_normal", [](Tensor& t) { fill_truncated_normal(t, 2 / fans_of(t).in); }},
-      {"lecun_uniform", [](Tensor& t) { fill_uniform(t, 1 / fans_of(t).in); }},
-      {"lecun_normal", [](Tensor& t) { fill_truncated_normal(t, 1 / fans_of(t).in); }},
+      {"glorot_uniform", [](Tensor& t) { fill_uniform(t, 2 / (fan_in(t) + fan_out(t))); }},
+      {"glorot_normal", [](Tensor& t) { fill_truncated_normal(t, 2 / (fan_in(t) + fan_out(t))); }},
+      {"he_uniform", [](Tensor& t) { fill_uniform(t, 2 / fan_in(t)); }},
+      {"he_normal", [](Tensor& t) { fill_truncated_normal(t, 2 / fan_in(t)); }},
+      {"lecun_uniform", [](Tensor& t) { fill_uniform(t, 1 / fan_in(t)); }},
+      {"lecun_normal", [](Tensor& t) { fill_truncated_normal(t, 1 / fan_in(t)); }},
   };
   return functions;
 }
@@ -85,19 +73,9 @@ const std::map<std::string, std::function<void(Tensor&)>>& initializers() {
 const auto& find(const auto& named, const char* what, const std::string& name) {
   const auto found = named.find(name);
   if (found == named.end())
-    throw InvalidArgument(text("no ", what, " is called \"", name, "\"; there are ", names_of(named)));
+    throw InvalidArgument(text("no ", what, " is called \"", name, "\"; there are ", names_in(named)));
   return found->second;
 }
-
-class ActivationSpec final : public LayerSpec {
- public:
-  explicit ActivationSpec(ActivationFunction function) : function_(std::move(function)) {}
-  std::string kind() const override { return "activation"; }
-  BuiltLayer build(const Tensor&) const override { return {nullptr, function_}; }
-
- private:
-  ActivationFunction function_;
-};
 
 }  // namespace
 
@@ -109,6 +87,9 @@ ActivationFunction::ActivationFunction(std::string name, std::function<Tensor(co
 
 Initializer::Initializer(const char* name) : fill_(find(initializers(), "initializer", name)) {}
 
-Activation::Activation(const ActivationFunction& function) : Layer(std::make_shared<ActivationSpec>(function)) {}
+Activation::Activation(const ActivationFunction& function)
+    : Layer(train::spec_of("activation", [function](const Tensor&) {
+        return BuiltLayer{nullptr, function};
+      })) {}
 
 }  // namespace lockstep

@@ -9,8 +9,7 @@ namespace lockstep {
 namespace {
 
 void require_epsilon(const char* layer, double epsilon) {
-  if (epsilon >= 0 && !std::isinf(epsilon)) return;
-  throw InvalidArgument(text(layer, ": epsilon is ", epsilon, "; it must be 0 or more, and finite"));
+  require(epsilon >= 0 && !std::isinf(epsilon), text(layer, ": epsilon"), epsilon, "0 or more, and finite");
 }
 
 struct BatchNormModule : train::ParameterModule {
@@ -54,63 +53,45 @@ struct BatchNormModule : train::ParameterModule {
   Tensor running_mean, running_var;
 };
 
-class BatchNormSpec final : public LayerSpec {
- public:
-  explicit BatchNormSpec(const BatchNormalizationOptions& options) : options_(options) {
-    if (!(options.momentum >= 0 && options.momentum <= 1)) {
-      throw InvalidArgument(text("BatchNormalization: momentum is ", options.momentum, "; it must be from 0 to 1"));
-    }
-    require_epsilon("BatchNormalization", options.epsilon);
-  }
-  std::string kind() const override { return "batch_normalization"; }
-  BuiltLayer build(const Tensor& input) const override {
-    if (input.dim() < 2) {
-      throw InvalidArgument(
-          text("BatchNormalization: the input has shape ", input.sizes(), "; it must be [batch, channels, ...]"));
-    }
-    const auto axis = axis_of(input);
-    auto module = std::make_shared<BatchNormModule>(input.size(axis), options_);
-    if (axis == 1) return {module, [module](const Tensor& x) { return module->forward(x); }};
-    return {module, [module, axis](const Tensor& x) { return module->forward(x.movedim(axis, 1)).movedim(1, axis); }};
-  }
-
- private:
-  std::int64_t axis_of(const Tensor& input) const {
-    const auto given = options_.axis.value_or(input.dim() > 3 ? 1 : -1);
-    const auto axis = given < 0 ? given + input.dim() : given;
-    if (axis >= 1 && axis < input.dim()) return axis;
-    throw InvalidArgument(text("BatchNormalization: axis is ", given, "; for inputs of shape ", input.sizes(),
-                               " it must be from 1 to ", input.dim() - 1, ", or from ", 1 - input.dim(), " to -1"));
-  }
-
-  BatchNormalizationOptions options_;
-};
-
-class LayerNormSpec final : public LayerSpec {
- public:
-  explicit LayerNormSpec(const LayerNormalizationOptions& options) : options_(options) {
-    require_epsilon("LayerNormalization", options.epsilon);
-  }
-  std::string kind() const override { return "layer_normalization"; }
-  BuiltLayer build(const Tensor& input) const override {
-    auto module = std::make_shared<train::ParameterModule>();
-    const auto features = input.size(-1);
-    module->weight = module->make("weight", {features}, "ones", options_.scale);
-    module->bias = module->make("bias", {features}, "zeros", options_.center);
-    return {module, [module, features, epsilon = options_.epsilon](const Tensor& x) {
-              return at::layer_norm(x, {features}, module->weight, module->bias, epsilon);
-            }};
-  }
-
- private:
-  LayerNormalizationOptions options_;
-};
+// Returns the dimension of the features of `input`.
+std::int64_t axis_of(const BatchNormalizationOptions& options, const Tensor& input) {
+  const auto given = options.axis.value_or(input.dim() > 3 ? 1 : -1);
+  const auto axis = given < 0 ? given + input.dim() : given;
+  if (axis >= 1 && axis < input.dim()) return axis;
+  throw InvalidArgument(text("BatchNormalization: axis is ", given, "; for inputs of shape ", input.sizes(),
+                             " it must be from 1 to ", input.dim() - 1, ", or from ", 1 - input.dim(), " to -1"));
+}
 
 }  // namespace
 
 BatchNormalization::BatchNormalization(BatchNormalizationOptions options)
-    : Layer(std::make_shared<BatchNormSpec>(options)) {}
+    : Layer(train::spec_of("batch_normalization", [options](const Tensor& input) -> BuiltLayer {
+        if (input.dim() < 2) {
+          throw InvalidArgument(
+              text("BatchNormalization: the input has shape ", input.sizes(), "; it must be [batch, channels, ...]"));
+        }
+        const auto axis = axis_of(options, input);
+        auto module = std::make_shared<BatchNormModule>(input.size(axis), options);
+        if (axis == 1) return {module, [module](const Tensor& x) { return module->forward(x); }};
+        return {module,
+                [module, axis](const Tensor& x) { return module->forward(x.movedim(axis, 1)).movedim(1, axis); }};
+      })) {
+  require(options.momentum >= 0 && options.momentum <= 1, "BatchNormalization: momentum", options.momentum,
+          "from 0 to 1");
+  require_epsilon("BatchNormalization", options.epsilon);
+}
+
 LayerNormalization::LayerNormalization(LayerNormalizationOptions options)
-    : Layer(std::make_shared<LayerNormSpec>(options)) {}
+    : Layer(train::spec_of("layer_normalization", [options](const Tensor& input) {
+        auto module = std::make_shared<train::ParameterModule>();
+        const auto features = input.size(-1);
+        module->weight = module->make("weight", {features}, "ones", options.scale);
+        module->bias = module->make("bias", {features}, "zeros", options.center);
+        return BuiltLayer{module, [module, features, epsilon = options.epsilon](const Tensor& x) {
+                            return at::layer_norm(x, {features}, module->weight, module->bias, epsilon);
+                          }};
+      })) {
+  require_epsilon("LayerNormalization", options.epsilon);
+}
 
 }  // namespace lockstep

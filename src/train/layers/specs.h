@@ -6,13 +6,19 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/train/layers.h"
 
 namespace lockstep::train {
+
+// Returns the spec of layers of this kind, which build(input) makes.
+std::shared_ptr<const LayerSpec> spec_of(std::string kind, std::function<BuiltLayer(const Tensor& input)> build);
 
 // Keras's "valid" and "same" padding of images.
 
@@ -34,9 +40,8 @@ struct Padding {
 };
 
 inline void check_padding_name(const char* layer, const std::string& padding) {
-  if (padding != "valid" && padding != "same") {
-    throw InvalidArgument(text(layer, ": padding is \"", padding, "\"; it must be \"valid\" or \"same\""));
-  }
+  require(padding == "valid" || padding == "same", text(layer, ": padding"), text('"', padding, '"'),
+          R"("valid" or "same")");
 }
 
 // "same" makes ceil(size / stride) outputs; where the sum is odd, the larger half comes after.
@@ -52,16 +57,11 @@ inline Padding padding_of(const std::string& padding, const Tensor& image, const
           one(image.size(3), window.size.width, window.strides.width, window.dilation.width)};
 }
 
-// An image, and how much an operator of LibTorch is to pad it on both sides.
-struct PaddedImage {
-  Tensor x;
-  std::array<std::int64_t, 2> padding;
-};
-
-// Adds zeros to the image here only where the two sides differ.
-inline PaddedImage pad_unevenly(const Tensor& x, const Padding& padding) {
-  if (padding.symmetric()) return {x, padding.before()};
-  return {at::constant_pad_nd(x, padding.as_torch()), {}};
+// Adds zeros to the image here only where the two sides differ. An operator of LibTorch is to add `padding`, which is
+// then none.
+inline Tensor pad_unevenly(const Tensor& x, Padding& padding) {
+  if (padding.symmetric()) return x;
+  return at::constant_pad_nd(x, std::exchange(padding, {}).as_torch());
 }
 
 inline std::array<std::int64_t, 2> pair(const Size2D& size) { return {size.height, size.width}; }
@@ -80,9 +80,7 @@ struct ParameterModule : torch::nn::Module {
   Tensor weight, bias;
 };
 
-inline void require_positive(const char* what, std::int64_t value) {
-  if (value < 1) throw InvalidArgument(text(what, " is ", value, "; it must be at least 1"));
-}
+inline void require_positive(const char* what, std::int64_t value) { require(value >= 1, what, value, "at least 1"); }
 
 // Throws InvalidArgument unless the input has `dims` dimensions, batch included.
 inline void require_dims(const char* layer, const Tensor& input, std::int64_t dims, const char* names) {

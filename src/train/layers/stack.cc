@@ -35,22 +35,24 @@ bool max_pooling_by_two(const PoolingSpec& pool) {
          is(pool.window().strides, 2);
 }
 
-}  // namespace
-
-Fused fuse(const std::vector<Layer>& layers, const std::vector<BuiltLayer>& built, std::size_t i) {
+// Computes `layers[i]` together with the layers after it that share one operator with it. `built` are the layers,
+// built, in their order.
+StackModule::Piece fuse(const std::vector<Layer>& layers, const std::vector<BuiltLayer>& built, std::size_t i) {
   const auto* conv = as<Conv2DSpec>(layers, i);
   const auto* pool = as<PoolingSpec>(layers, i + 1);
   if (conv != nullptr && pool != nullptr && relu_of_plain_convolution(*conv) && max_pooling_by_two(*pool)) {
     const auto module = std::static_pointer_cast<ParameterModule>(built[i].module);
     return {[module, window = conv->window(), padding = conv->options().padding](const Tensor& x) {
-              const auto image = pad_unevenly(x, padding_of(padding, x, window));
-              return ops::conv2d_relu_max_pool2d(image.x, module->weight, module->bias, image.padding);
+              auto zeros = padding_of(padding, x, window);
+              const auto image = pad_unevenly(x, zeros);
+              return ops::conv2d_relu_max_pool2d(image, module->weight, module->bias, zeros.before());
             },
             2};
   }
   return {built[i].forward};
 }
 
+}  // namespace
 }  // namespace lockstep::train
 
 namespace lockstep {
@@ -126,9 +128,8 @@ train::StackModule::StackModule(const std::vector<Layer>& layers, Tensor input) 
     }
   }
   for (std::size_t i = 0; i < layers.size();) {
-    auto fused = train::fuse(layers, built_layers, i);
-    auto& piece = pieces_.emplace_back(Piece{std::move(fused.forward), {}});
-    for (const auto end = i + fused.layers; i < end; ++i) {
+    auto& piece = pieces_.emplace_back(train::fuse(layers, built_layers, i));
+    for (const auto end = i + piece.layers; i < end; ++i) {
       if (built_layers[i].module != nullptr) piece.modules.emplace_back(lines_[i].name, built_layers[i].module);
     }
   }

@@ -17,17 +17,15 @@
 
 namespace lockstep::train {
 
-// Models that are made of layers one after the other, which can be cut into stages.
-
-// Layers `first` to `first + count`, called "0", "1", ... by their numbers in the model.
-// Layers one after the other. Their names in the model: "0", "1", ...; or, if they are not `numbered`, those of the
-// submodules of each, which differ.
+// Layers one after the other, of a model that can be cut into stages. Their names in the model: "0", "1", ...; or, if
+// they are not `numbered`, those of the submodules of each, which differ.
 struct Layers {
   std::vector<PipelineStage> layers;
   bool numbered = true;
 };
 
-// Some layers of a model as one module.
+// Layers `first` to `first + count` of a model as one module. They are called "0", "1", ... by their numbers in the
+// model.
 struct LayersModule : torch::nn::Module {
   LayersModule(const std::vector<PipelineStage>& all, std::size_t first, std::size_t count) {
     for (std::size_t i = first; i < first + count; ++i) {
@@ -74,11 +72,12 @@ class StackModule : public torch::nn::Module {
 
   Tensor forward(Tensor x) const;
 
-  // A piece of `forward`, which computes one piece after the other, with the submodules that the piece uses: modules of
-  // this one.
+  // A piece of `forward`, which computes one piece after the other: a layer, or several that share one operator; with
+  // the submodules that the piece uses, modules of this one.
   struct Piece {
     std::function<Tensor(const Tensor&)> forward;
-    std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules;
+    std::size_t layers = 1;
+    std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules = {};
   };
   const std::vector<Piece>& pieces() const { return pieces_; }
 
@@ -97,16 +96,5 @@ class StackModule : public torch::nn::Module {
 
 // Returns the pieces of a StackModule for batches like `sample`, which Pipelines can have as layers.
 Layers pieces_of(const std::vector<Layer>& layers, const Example& sample);
-
-// Layers that are computed in one pass.
-
-// Computes `layers[i]` together with the layers after it that share one operator with it.
-struct Fused {
-  std::function<Tensor(const Tensor&)> forward;
-  std::size_t layers = 1;
-};
-
-// `built` are the layers, built, in their order.
-Fused fuse(const std::vector<Layer>& layers, const std::vector<BuiltLayer>& built, std::size_t i);
 
 }  // namespace lockstep::train

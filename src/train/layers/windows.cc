@@ -51,10 +51,11 @@ BuiltLayer train::Conv2DSpec::build(const Tensor& input) const {
                    options_.kernel_initializer);
   module->bias = module->make("bias", {filters_}, options_.bias_initializer, options_.use_bias);
   return {module, [module, window = window_, options = options_](const Tensor& x) {
-            const auto image = train::pad_unevenly(x, train::padding_of(options.padding, x, window));
+            auto padding = train::padding_of(options.padding, x, window);
+            const auto image = train::pad_unevenly(x, padding);
             const auto y =
-                at::conv2d(in_fastest_order(image.x), module->weight, module->bias, train::pair(window.strides),
-                           image.padding, train::pair(window.dilation), options.groups);
+                at::conv2d(in_fastest_order(image), module->weight, module->bias, train::pair(window.strides),
+                           padding.before(), train::pair(window.dilation), options.groups);
             return options.activation(y);
           }};
 }
@@ -86,23 +87,6 @@ Tensor average_pool(const Tensor& x, const train::Window& window, const train::P
   return sum(x) / sum(at::ones({1, 1, x.size(2), x.size(3)}, x.options()));
 }
 
-class GlobalAverageSpec final : public LayerSpec {
- public:
-  std::string kind() const override { return "global_average_pooling2d"; }
-  BuiltLayer build(const Tensor& input) const override {
-    train::require_dims("GlobalAveragePooling2D", input, 4, "[batch, channels, height, width]");
-    return {nullptr, [](const Tensor& x) { return x.mean({2, 3}); }};
-  }
-};
-
-class FlattenSpec final : public LayerSpec {
- public:
-  std::string kind() const override { return "flatten"; }
-  BuiltLayer build(const Tensor&) const override {
-    return {nullptr, [](const Tensor& x) { return x.dim() == 1 ? x.unsqueeze(1) : x.flatten(1); }};
-  }
-};
-
 }  // namespace
 
 train::PoolingSpec::PoolingSpec(std::string kind, Pool pool, Size2D size, const Pooling2DOptions& options)
@@ -126,7 +110,16 @@ MaxPooling2D::MaxPooling2D(Size2D pool_size, Pooling2DOptions options)
     : Layer(std::make_shared<train::PoolingSpec>("max_pooling2d", &max_pool, pool_size, options)) {}
 AveragePooling2D::AveragePooling2D(Size2D pool_size, Pooling2DOptions options)
     : Layer(std::make_shared<train::PoolingSpec>("average_pooling2d", &average_pool, pool_size, options)) {}
-GlobalAveragePooling2D::GlobalAveragePooling2D() : Layer(std::make_shared<GlobalAverageSpec>()) {}
-Flatten::Flatten() : Layer(std::make_shared<FlattenSpec>()) {}
+
+GlobalAveragePooling2D::GlobalAveragePooling2D()
+    : Layer(train::spec_of("global_average_pooling2d", [](const Tensor& input) {
+        train::require_dims("GlobalAveragePooling2D", input, 4, "[batch, channels, height, width]");
+        return BuiltLayer{nullptr, [](const Tensor& x) { return x.mean({2, 3}); }};
+      })) {}
+
+Flatten::Flatten()
+    : Layer(train::spec_of("flatten", [](const Tensor&) {
+        return BuiltLayer{nullptr, [](const Tensor& x) { return x.dim() == 1 ? x.unsqueeze(1) : x.flatten(1); }};
+      })) {}
 
 }  // namespace lockstep
