@@ -156,7 +156,7 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
       throw InvalidArgument("an optimizer of another strategy is applied in a step that is compiled for devices");
     if (weight == 0) return;  // on all replicas, which run the same program
     const auto options = trace->value_of(parameters_->variable(0)).options().requires_grad(false).dtype(at::kFloat);
-    return apply_traced(*trace, {at::full({}, weight, options)});
+    return apply_traced(*trace, at::full({}, weight, options));
   }
   const double loss_scale = updater_.loss_scale().value();
   if (!prepared_ && ranks_.size() > 1) {
@@ -197,8 +197,8 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   if (reduction_->during_backward()) replicas.barrier(deadline);  // replica 0's end_step may use the processes' Group
 }
 
-void GradientPath::apply_traced(ops::StepTrace& trace, const gradient::TracedWeight& weight) {
-  traced_update_->apply(trace, weight);
+void GradientPath::apply_traced(ops::StepTrace& trace, const at::Tensor& weight, bool divides) {
+  traced_update_->apply(trace, weight, divides);
 }
 
 void GradientPath::fetch(Deadline deadline) {
