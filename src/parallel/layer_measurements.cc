@@ -211,7 +211,7 @@ void LayerMeasurements::count_bytes(const LayerKinds& kinds, int tensor, Measure
     auto next = counted.begin();
     for (const auto& kind : kinds.kinds) {
       const Rehearsal group(tensor);
-      LayerTrial trial(input_.layers[kind.layer], kind.entries, Sharding::none, {group.ranks(), {}});
+      LayerTrial trial(input_.layers[kind.layer], kind.entries, Sharding::none, group.ranks(), {});
       const auto own = bytes_of_trial(kind, {.tensor = tensor});
       double last = 0, of = 1;  // activations of the last count, for so many examples
       for (const auto count : measured.examples) {
@@ -250,17 +250,18 @@ void LayerMeasurements::time(const LayerDivision& division) {
   measured.is_computed = !has_tensor || !has_all;
   const auto communicated = [&] { return tensor.seconds(links_) + data.seconds(links_); };
   for (std::size_t i = 0; i < found.kinds.size(); ++i)
-    time_kind(division, i, measured, communicated, {tensor.ranks, data.ranks});
+    time_kind(division, i, measured, communicated, tensor.ranks, data.ranks);
 }
 
 void LayerMeasurements::time_kind(const LayerDivision& division, std::size_t number, Measured& measured,
-                                  const std::function<double()>& communicated, const TrialGroups& groups) const {
+                                  const std::function<double()>& communicated, const Communicator& tensor,
+                                  const Communicator& data) const {
   const auto& found = kinds_.at(division.tensor);
   const auto& kind = found.kinds[number];
   auto& profile = measured.profiles[number];
   const auto other_floats = static_cast<std::int64_t>(std::min(kMostOtherBytes, found.parameter_bytes()) / 4);
   const auto others = at::zeros({other_floats}, at::kFloat);
-  LayerTrial trial(input_.layers[kind.layer], kind.entries, division.sharding, groups);
+  LayerTrial trial(input_.layers[kind.layer], kind.entries, division.sharding, tensor, data);
   TimedTrial timed(input_, kind, trial, links_.all(), others);
   const auto& counted = measured_.at({.tensor = division.tensor}).profiles[number].bytes;
   for (const auto count : measured.examples) {

@@ -76,8 +76,7 @@ std::string describe_parameters(const torch::nn::Module& module) {
   for (const auto& each : module.named_parameters()) {
     const auto parts = gradient::parts_of(each.value());
     if (parts != nullptr && !parts->make_up_a_whole()) continue;  // of this rank alone, as its experts are
-    lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(),
-                  each.value().requires_grad() ? "" : " frozen", "\n");
+    lines += gradient::description_line(each.key(), each.value());
   }
   for (const auto& each : module.named_buffers())
     lines += text("buffer ", each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(), "\n");
@@ -264,7 +263,7 @@ gradient::ModelPart MeshParallelism::shard(torch::nn::Module& module, std::set<s
                              .tensor = each.value(),
                              .parts = gradient::parts_of(each.value()),
                              .is_copy = is_tied_copy(each.value())});
-    const auto divided = std::dynamic_pointer_cast<const DividedParameter>(partial_of(each.value()));
+    const auto divided = division_of(each.value());
     if (topology_.positions.size() > 1 && divided != nullptr && is_divided_among(each.value(), topology_.positions))
       split.positions = divided->whole_sizes(each.value().sizes())[static_cast<std::size_t>(divided->division().dim)];
   }

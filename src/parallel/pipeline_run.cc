@@ -172,9 +172,9 @@ void PipelineRun::forward(const PipelineAction& action, const Tensor& x) {
 void PipelineRun::backward(const PipelineAction& action, const Tensor& gradient) {
   auto kept = kept_.extract({action.stage, action.microbatch});
   auto& [input, output, weights] = kept.mapped();
+  if (action.kind == Kind::backward_input) weights = std::make_shared<WeightGradients>();
   if (output.requires_grad()) {
-    std::optional<WeightGradients::Collect> collect;
-    if (action.kind == Kind::backward_input) collect.emplace(weights);
+    const auto leaving = leave_weights_to(weights);
     torch::autograd::backward({output}, {gradient});
   }
   if (action.stage > 0 && input.is_floating_point()) {
@@ -200,7 +200,7 @@ void PipelineRun::train(const Tensor& x, const MicrobatchLoss& loss, std::int64_
         begin = now();
         forward(action, input);
       } else if (action.kind == Kind::backward_weight) {
-        kept_.extract({action.stage, action.microbatch}).mapped().weights.compute();
+        kept_.extract({action.stage, action.microbatch}).mapped().weights->compute();
       } else {
         const auto gradient = is_last(action.stage)
                                   ? Tensor()

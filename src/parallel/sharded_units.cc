@@ -50,8 +50,7 @@ class UseUnit final : public ops::ParameterHook {
 std::string describe(const std::vector<std::pair<std::string, Tensor>>& parameters) {
   std::string lines;
   for (const auto& [name, parameter] : parameters) {
-    lines += text(name, " ", parameter.scalar_type(), " ", parameter.sizes(),
-                  parameter.requires_grad() ? "" : " frozen", "\n");
+    lines += gradient::description_line(name, parameter);
   }
   return lines;
 }
@@ -78,11 +77,7 @@ ShardedUnits::~ShardedUnits() {
   for (const auto& shard : shards_) forget_shard(shard);
 }
 
-bool is_sharded(const Tensor& parameter) {
-  const auto hooks = ops::hooks_of(parameter);
-  return std::any_of(hooks.begin(), hooks.end(),
-                     [](const auto& hook) { return dynamic_cast<const UseUnit*>(hook.get()) != nullptr; });
-}
+bool is_sharded(const Tensor& parameter) { return ops::hook_of<UseUnit>(parameter) != nullptr; }
 
 bool is_called_with_other_ranks(const torch::nn::Module& module) {
   const auto is_shared = [](const Tensor& parameter) {

@@ -16,10 +16,9 @@
 namespace lockstep {
 namespace {
 
-using parallel::DividedEmbedding;
 using parallel::DividedFor;
-using parallel::DividedLinear;
 using parallel::DividedParameter;
+using parallel::DividedWeight;
 
 // The change that a plan makes to one parameter.
 struct Change {
@@ -68,7 +67,8 @@ class Planner {
       const parallel::Division division{.dim = style.dim < 0 ? style.dim + each.value().dim() : style.dim};
       const DividedFor what{each.key(), each.key(), "Shard"};
       add_change(each.key(), each.value(),
-                 std::make_shared<DividedParameter>(what, division, each.value(), ranks_for(each.key())));
+                 std::make_shared<DividedParameter>(what, division, each.value(), ranks_for(each.key()),
+                                                    parallel::OtherOperators::on_part));
     }
     if (!any) fail_no_match(pattern, "parameter", module_.named_parameters().keys());
   }
@@ -78,13 +78,11 @@ class Planner {
     const auto weight = weight_of(found, name_of(style));
     const auto name = name_in(found, "weight");
     const DividedFor what{found.name, name, name_of(style)};
-    if (const auto* const embedding = found.module->as<torch::nn::EmbeddingImpl>()) {
-      check_embedding(found.name, embedding->options);
-      add_change(name, weight, std::make_shared<DividedEmbedding<Style>>(what, weight, style, ranks_for(name)));
-    } else {
-      add_change(name, weight, std::make_shared<DividedLinear<Style>>(what, weight, style, ranks_for(name)));
-      if (const auto bias = bias_of(found); bias.defined()) add_bias(found, bias, style);
-    }
+    const auto* const embedding = found.module->as<torch::nn::EmbeddingImpl>();
+    if (embedding != nullptr) check_embedding(found.name, embedding->options);
+    add_change(name, weight,
+               std::make_shared<DividedWeight<Style>>(what, weight, style, embedding != nullptr, ranks_for(name)));
+    if (const auto bias = bias_of(found); embedding == nullptr && bias.defined()) add_bias(found, bias, style);
   }
 
   void add_module(const Found& found, const ReplicateParallel& style) {
@@ -264,8 +262,7 @@ bool has_styles_of_layers(const ParallelPlan& plan) {
 std::string description(torch::nn::Module& module, const ParallelPlan& plan) {
   std::string lines;
   for (const auto& each : module.named_parameters()) {
-    lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(),
-                  each.value().requires_grad() ? "" : " frozen", "\n");
+    lines += gradient::description_line(each.key(), each.value());
   }
   for (const auto& each : module.named_buffers()) {
     lines += text("buffer ", each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(), "\n");

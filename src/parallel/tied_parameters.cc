@@ -26,11 +26,7 @@ struct TiedCopy final : ops::ParameterHook {};
 
 }  // namespace
 
-bool is_tied_copy(const Tensor& parameter) {
-  const auto hooks = ops::hooks_of(parameter);
-  return std::any_of(hooks.begin(), hooks.end(),
-                     [](const auto& hook) { return dynamic_cast<const TiedCopy*>(hook.get()) != nullptr; });
-}
+bool is_tied_copy(const Tensor& parameter) { return ops::hook_of<TiedCopy>(parameter) != nullptr; }
 
 TiedParameter::TiedParameter(const std::vector<StageParameter>& copies, const PipelineSchedule& schedule,
                              const StageModules& mine, const Communicator& ranks) {
