@@ -69,6 +69,7 @@ class MeshBackend final : public collective::Wrapper {
  private:
   template <class Act>
   auto translated(const std::vector<int>& mesh_ranks, const Act& act) const;
+  void raise_if_lost(const std::string& message) const;
   [[noreturn]] void raise_lost(int mesh_rank, const std::string& how) const;
   [[noreturn]] void raise_failed_to_make(const std::string& why) const;
 

@@ -60,16 +60,10 @@ parallel::Profile measure_profile(const parallel::MeasureInput& input, const par
 }
 
 std::string mib(double bytes) {
-  std::ostringstream out;
-  out << std::fixed << std::setprecision(bytes < (10 << 20) ? 1 : 0) << bytes / (1 << 20);
-  return out.str();
+  return text(std::fixed, std::setprecision(bytes < (10 << 20) ? 1 : 0), bytes / (1 << 20));
 }
 
-std::string milliseconds(double seconds) {
-  std::ostringstream out;
-  out << std::fixed << std::setprecision(1) << 1e3 * seconds;
-  return out.str();
-}
+std::string milliseconds(double seconds) { return text(std::fixed, std::setprecision(1), 1e3 * seconds); }
 
 }  // namespace
 
