@@ -103,8 +103,8 @@ std::shared_ptr<const PartialParameter> partial_of(const Tensor& parameter);
 
 // The hook of the weight of a linear layer [outputs, inputs], or of an embedding [ids, features]: makes the layer's
 // product, or looks up rows, with the part, and communicates. Where no style of the other kind shares the weight, the
-// hook computes that kind of layer too: an embedding with a linear layer's weight, or a tied head, which is a linear
-// layer to logits with an embedding's. `Style`: ColwiseParallel or RowwiseParallel.
+// hook computes that kind of layer too. That is an embedding with a linear layer's weight, or a linear layer to logits
+// with an embedding's, a tied head. `Style`: ColwiseParallel or RowwiseParallel.
 template <class Style>
 class DividedWeight final : public DividedParameter {
  public:
