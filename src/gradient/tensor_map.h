@@ -1,4 +1,4 @@
-// What is known of tensors, by their identity; and tensors that are referred to, without keeping them.
+// A map by the identity of tensors; and references to tensors that do not keep them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
