@@ -100,7 +100,7 @@ BackwardWeights::Inside::Inside(const std::vector<at::Tensor>& parameters) : out
     if (outer_ != nullptr) {
       weight_ = outer_->weight_;
       unknown_ = outer_->unknown_;
-    } else if (const auto own = std::find_if(parameters.begin(), parameters.end(), is_owned); own != parameters.end()) {
+    } else if (const auto own = std::ranges::find_if(parameters, is_owned); own != parameters.end()) {
       weight_ = owner_of(*own)->of_this_backward();
     } else if (auto* const first = first_in_graph()) {
       weight_ = first->of_this_backward();
@@ -131,9 +131,7 @@ void BackwardWeights::add_forward(std::uint64_t begin, std::optional<double> exa
 BackwardWeights::Forward* BackwardWeights::forward_of(std::uint64_t node) {
   if (forwards_.empty() || node >= forwards_.back().end) return nullptr;
   if (node >= forwards_.back().begin) return &forwards_.back();
-  const auto after =
-      std::upper_bound(forwards_.begin(), forwards_.end(), node,
-                       [](std::uint64_t number, const Forward& forward) { return number < forward.begin; });
+  const auto after = std::ranges::upper_bound(forwards_, node, {}, &Forward::begin);
   if (after == forwards_.begin()) return nullptr;
   auto& forward = *std::prev(after);
   return node < forward.end ? &forward : nullptr;
@@ -165,7 +163,7 @@ BackwardWeights::Found BackwardWeights::look_through(int backward) {
 // True where these parameters were not among the last ones. Several sets are remembered, for losses that take turns, as
 // in adversarial training.
 bool BackwardWeights::are_other_parameters(std::uint64_t hash) {
-  if (std::find(parameters_.begin(), parameters_.end(), hash) != parameters_.end()) return false;
+  if (std::ranges::find(parameters_, hash) != parameters_.end()) return false;
   if (parameters_.size() == kMostParameters) parameters_.pop_front();
   parameters_.push_back(hash);
   return true;

@@ -252,10 +252,9 @@ void GradientPath::compare() {
 // Where more than half of the processes have the same values and optimizer states, the others take these.
 void GradientPath::replace_differing_copies() {
   const auto all = ranks_.all_gather(parameters_->hashes() + state_of(updater_));
-  const auto times = [&](const std::string& one) { return std::count(all.begin(), all.end(), one); };
-  const auto root = std::find_if(all.begin(), all.end(), [&](const auto& one) {
-    return 2 * times(one) > static_cast<std::ptrdiff_t>(all.size());
-  });
+  const auto times = [&](const std::string& one) { return std::ranges::count(all, one); };
+  const auto root = std::ranges::find_if(
+      all, [&](const auto& one) { return 2 * times(one) > static_cast<std::ptrdiff_t>(all.size()); });
   if (root == all.end() || times(*root) == static_cast<std::ptrdiff_t>(all.size())) return;
   const auto rank = static_cast<int>(root - all.begin());
   for (std::size_t other = 0; ranks_.rank() == rank && other < all.size(); ++other) {

@@ -130,7 +130,7 @@ bool GradientReducer::are_cleared() const {
     return parameter.grad().defined() &&
            at::any(parameter.grad().is_sparse() ? parameter.grad().to_dense() : parameter.grad()).item<bool>();
   };
-  if (std::any_of(parameters_.begin(), parameters_.end(), is_left)) return false;
+  if (std::ranges::any_of(parameters_, is_left)) return false;
   const auto& last = parameters_[accumulated_.last].grad();
   return last.unsafeGetTensorImpl() != accumulated_.gradient || last._version() != accumulated_.version;
 }

@@ -58,7 +58,7 @@ std::vector<std::shared_ptr<LayerOverRanks>> layers_over_ranks(const torch::nn::
     for (const auto& tensor : tensors) {
       auto layer = tensor.defined() ? layer_over_ranks_of(tensor) : nullptr;
       if (layer == nullptr || layer->group().size() == 1) continue;
-      if (std::find(layers.begin(), layers.end(), layer) == layers.end()) layers.push_back(std::move(layer));
+      if (std::ranges::find(layers, layer) == layers.end()) layers.push_back(std::move(layer));
     }
   };
   add(module.parameters());
@@ -68,7 +68,7 @@ std::vector<std::shared_ptr<LayerOverRanks>> layers_over_ranks(const torch::nn::
 
 bool trains_over_ranks(const torch::nn::Module& module) {
   const auto layers = layers_over_ranks(module);
-  return std::any_of(layers.begin(), layers.end(), [](const auto& layer) { return layer->trains(); });
+  return std::ranges::any_of(layers, [](const auto& layer) { return layer->trains(); });
 }
 
 void require_no_layers_over_ranks(const torch::nn::Module& module) {

@@ -21,7 +21,7 @@ namespace lockstep::gradient {
 namespace {
 
 bool are_same(const std::vector<Communicator>& a, const std::vector<Communicator>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& one, const auto& other) {
+  return std::ranges::equal(a, b, [](const auto& one, const auto& other) {
     return one.group().shared_backend() == other.group().shared_backend();
   });
 }
@@ -65,9 +65,8 @@ double sum_squares_of_parts(const ReplicatedParameters& parameters, std::span<do
   for (std::size_t i = 0; i < squares.size(); ++i) {
     const auto& parts = parameters.slots()[i].parts;
     if (parts == nullptr || !parts->make_up_a_whole()) continue;
-    const auto found = std::find_if(groups.begin(), groups.end(), [&](const auto& slots) {
-      return are_same(holders_of(slots[0]), parts->holders());
-    });
+    const auto found = std::ranges::find_if(
+        groups, [&](const auto& slots) { return are_same(holders_of(slots[0]), parts->holders()); });
     (found != groups.end() ? *found : groups.emplace_back()).push_back(i);
   }
   for (const auto& slots : groups) {

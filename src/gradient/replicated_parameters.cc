@@ -25,8 +25,7 @@ bool is_flat_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype =
 
 // Shards are in host memory, also those of a module on a device.
 gradient::Placement placement_of(const gradient::ModelPart& split, gradient::Placement placement) {
-  const bool on_host =
-      std::all_of(split.trained.begin(), split.trained.end(), [](const auto& each) { return each.tensor.is_cpu(); });
+  const bool on_host = std::ranges::all_of(split.trained, [](const auto& each) { return each.tensor.is_cpu(); });
   return on_host && placement == gradient::Placement::staged ? gradient::Placement::mirrored : placement;
 }
 

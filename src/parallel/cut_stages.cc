@@ -118,7 +118,7 @@ std::vector<int> cut_stages(const std::vector<LayerCost>& layers, int stages, co
 std::vector<PipelineStage> join_layers(const std::vector<PipelineStage>& layers,
                                        const std::vector<int>& layers_of_stages) {
   const auto sum = std::accumulate(layers_of_stages.begin(), layers_of_stages.end(), 0);
-  const bool all_positive = std::all_of(layers_of_stages.begin(), layers_of_stages.end(), [](int n) { return n > 0; });
+  const bool all_positive = std::ranges::all_of(layers_of_stages, [](int n) { return n > 0; });
   if (sum != static_cast<int>(layers.size()) || !all_positive) {
     throw InvalidArgument(text("join_layers: stages of ", join(layers_of_stages), " layers, of ", layers.size(),
                                " layers; each must have one, and together they must have all"));

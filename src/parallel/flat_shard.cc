@@ -143,7 +143,7 @@ Tensor FlatShard::own_piece(const Tensor& part, std::size_t i) const {
 
 // This rank's part, where its shards lie now. It begins with the first of them that has elements.
 const Tensor& FlatShard::own() {
-  auto first = std::find_if(shards_.begin(), shards_.end(), [](const auto& shard) { return shard.numel() > 0; });
+  auto first = std::ranges::find_if(shards_, [](const auto& shard) { return shard.numel() > 0; });
   if (first == shards_.end() && !shards_.empty()) first = shards_.end() - 1;
   if (first == shards_.end()) return own_;  // which `bind` has not divided yet
   auto* const memory =
@@ -293,8 +293,7 @@ void FlatShard::reduce_gradients() {
     if (!taken_[i]) piece(gradients_, layout_.places()[i].begin, {layout_.places()[i].numel}).zero_();
   }
   // Gradients of an earlier backward lie in the memory for sums.
-  const bool accumulates =
-      std::any_of(shards_.begin(), shards_.end(), [](const auto& shard) { return shard.grad().defined(); });
+  const bool accumulates = std::ranges::any_of(shards_, [](const auto& shard) { return shard.grad().defined(); });
   if (!memory_for_sums_.defined())
     memory_for_sums_ = own_.is_cpu() ? exact(part_, precision_.summed) : host_memory(part_, precision_.summed);
   sums_ = accumulates ? at::empty_like(memory_for_sums_) : memory_for_sums_;
@@ -324,13 +323,12 @@ void know_shard(const Tensor& shard, const Communicator& ranks, std::shared_ptr<
 void forget_shard(const Tensor& shard) { known_shards().erase(shard); }
 
 bool any_is_shard(const std::vector<Tensor>& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(),
-                     [](const auto& tensor) { return known_shards().find(tensor).has_value(); });
+  return std::ranges::any_of(tensors, [](const auto& tensor) { return known_shards().find(tensor).has_value(); });
 }
 
 bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ranks) {
   const auto group = ranks.group().shared_backend();
-  return std::any_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
+  return std::ranges::any_of(tensors, [&](const auto& tensor) {
     const auto shard = known_shards().find(tensor);
     return shard && shard->ranks.group().shared_backend() == group;
   });

@@ -84,8 +84,8 @@ LayerKinds find_kinds(const MeasureInput& input, int tensor) {
     auto x = input.x.narrow(0, 0, input.fewest_examples);
     for (std::size_t i = 0; i < input.layers.size(); ++i) {
       auto kind = kind_of(input, i, rehearsal.ranks(), used, x);
-      const auto same = std::find_if(found.kinds.begin(), found.kinds.end(),
-                                     [&](const auto& other) { return other.identity == kind.identity; });
+      const auto same =
+          std::ranges::find_if(found.kinds, [&](const auto& other) { return other.identity == kind.identity; });
       found.of_layers.push_back(static_cast<std::size_t>(same - found.kinds.begin()));
       if (same == found.kinds.end()) found.kinds.push_back(std::move(kind));
     }

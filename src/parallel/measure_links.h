@@ -3,7 +3,6 @@
 
 #include <functional>
 #include <map>
-#include <vector>
 
 #include "lockstep/collective/communicator.h"
 #include "parallel/choose_split.h"

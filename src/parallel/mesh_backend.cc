@@ -158,6 +158,18 @@ Communicator mesh_of(const Communicator& axis) {
   return whole != nullptr ? axis.with_group(axis.group().with_backend(whole)) : axis;
 }
 
+void check_on_all(const Communicator& ranks, const std::function<void()>& check) {
+  std::string wrong;
+  try {
+    check();
+  } catch (const InvalidArgument& error) {
+    wrong = error.what();
+  }
+  for (const auto& theirs : ranks.all_gather(wrong)) {
+    if (!theirs.empty()) throw InvalidArgument(theirs);
+  }
+}
+
 bool are_of_one_mesh(const Group& a, const Group& b) {
   const auto first = std::dynamic_pointer_cast<MeshBackend>(a.shared_backend());
   const auto second = std::dynamic_pointer_cast<MeshBackend>(b.shared_backend());

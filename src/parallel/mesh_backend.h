@@ -80,6 +80,9 @@ class MeshBackend final : public collective::Wrapper {
 // All ranks of the mesh that a Communicator is an axis of, or the Communicator itself. Not collective.
 Communicator mesh_of(const Communicator& axis);
 
+// Calls `check`. Where it throws InvalidArgument on some ranks, all throw the first one's. Collective.
+void check_on_all(const Communicator& ranks, const std::function<void()>& check);
+
 // True where both Groups are of one DeviceMesh: of its axes, or split from these.
 bool are_of_one_mesh(const Group& a, const Group& b);
 

@@ -24,7 +24,7 @@ Group group_along(const DeviceMesh& mesh, const std::vector<std::string>& axes, 
   int color = mesh.ranks().rank(), stride = mesh.ranks().size();
   for (const auto& axis : mesh.axes()) {
     stride /= axis.size;
-    if (std::find(axes.begin(), axes.end(), axis.name) != axes.end()) color -= mesh.coordinate(axis.name) * stride;
+    if (std::ranges::find(axes, axis.name) != axes.end()) color -= mesh.coordinate(axis.name) * stride;
   }
   return *mesh.ranks().group().split(color, mesh.ranks().rank(), deadline);
 }
@@ -107,7 +107,7 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
   const auto schedule = options_.schedule(ranks, ranks * options_.stages_per_rank, options_.microbatches, {{}});
   topology_.last_stage = schedule.rank_of_stage.back();
   const auto splits = [](const auto& action) { return action.kind == PipelineAction::Kind::backward_weight; };
-  if (has_shards() && std::any_of(schedule.actions[0].begin(), schedule.actions[0].end(), splits)) {
+  if (has_shards() && std::ranges::any_of(schedule.actions[0], splits)) {
     throw InvalidArgument(text("ModelParallelStrategy: schedule ", schedule.name,
                                " splits backward, which parameters that are sharded cannot; take ",
                                "one_forward_one_backward, or a mesh without the axis \"", options_.shard_axis, "\""));

@@ -35,7 +35,7 @@ std::vector<std::pair<int, int>> pairs_of(const PipelineSchedule& schedule) {
     const auto b = schedule.rank_of_stage[static_cast<std::size_t>(stage) + 1];
     if (a == b) continue;
     for (const auto& pair : {std::pair(a, b), std::pair(b, a)}) {
-      if (std::find(pairs.begin(), pairs.end(), pair) == pairs.end()) pairs.push_back(pair);
+      if (std::ranges::find(pairs, pair) == pairs.end()) pairs.push_back(pair);
     }
   }
   return pairs;
@@ -130,9 +130,8 @@ struct Pipeline::State {
   // Collective.
   Called begin(Purpose purpose, const parallel::StepOverRanks::Layers& layers, std::int64_t examples) const {
     for (const auto& each : tied) each.check_not_sharded();
-    const bool with_others = std::any_of(modules.begin(), modules.end(), [](const auto& each) {
-      return parallel::is_called_with_other_ranks(*each.second);
-    });
+    const bool with_others = std::ranges::any_of(
+        modules, [](const auto& each) { return parallel::is_called_with_other_ranks(*each.second); });
     const auto called = !layers.empty() ? Called::with_layers_over_ranks
                         : with_others   ? Called::with_other_ranks
                                         : Called::alone;

@@ -121,8 +121,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     const auto type = sum_type(saved[0]);
     const auto query = saved[0].to(type), gradient = gradients[0].to(type);
     const auto &output = saved[3], &sum = saved[4];
-    const auto of_forward = parallel::communicator_in(context->saved_data["ranks"]);
-    const auto ranks = of_forward.with_purpose(collective::backward_of(of_forward.purpose()));
+    const auto ranks = parallel::ranks_of_backward(context->saved_data["ranks"]);
     const Attention attention{&ranks, context->saved_data["is_causal"].toBool(),
                               context->saved_data["scale"].toDouble()};
     const auto exact = without_autocast();

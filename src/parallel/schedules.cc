@@ -51,7 +51,7 @@ class GreedySchedule {
   std::optional<PipelineSchedule> finish() && {
     auto left = 3 * schedule_.stages() * schedule_.microbatches;
     while (left > 0) {
-      const auto now = *std::min_element(free_at_.begin(), free_at_.end());
+      const auto now = *std::ranges::min_element(free_at_);
       const auto before = left;
       for (int rank = 0; rank < schedule_.ranks(); ++rank) {
         if (free_at_[static_cast<std::size_t>(rank)] > now) continue;

@@ -52,7 +52,7 @@ class Planner {
   template <class Style>
   void add(const std::string& pattern, const Style& style) {
     const auto matches = [&](const Found& found) { return parallel::matches(pattern, found.name); };
-    if (std::none_of(modules_.begin(), modules_.end(), matches)) fail_no_match(pattern, "module", names_of_modules());
+    if (std::ranges::none_of(modules_, matches)) fail_no_match(pattern, "module", names_of_modules());
     for (const auto& found : modules_) {
       if (matches(found)) add_module(found, style);
     }
@@ -113,7 +113,7 @@ class Planner {
     if (const auto* const embedding = found.module->as<torch::nn::EmbeddingImpl>()) used = embedding->weight;
     if (used.is_same(*registered)) return used;
     const auto all = module_.parameters();
-    if (std::any_of(all.begin(), all.end(), [&](const auto& each) { return each.is_same(used); })) return used;
+    if (std::ranges::any_of(all, [&](const auto& each) { return each.is_same(used); })) return used;
     throw InvalidArgument(text("parallelize_module: ", found.name, " has a weight in the place of its parameter \"",
                                name_in(found, "weight"), "\", which is no parameter of the module"));
   }
@@ -228,8 +228,7 @@ void apply(const std::vector<Change>& changes, const Communicator& ranks) {
   std::vector<const at::TensorImpl*> divided;
   for (const auto& change : changes) {
     const auto* const division = change.division();
-    const auto is_done =
-        std::find(divided.begin(), divided.end(), change.parameter.unsafeGetTensorImpl()) != divided.end();
+    const auto is_done = std::ranges::find(divided, change.parameter.unsafeGetTensorImpl()) != divided.end();
     if (division == nullptr || is_done) continue;
     divided.push_back(change.parameter.unsafeGetTensorImpl());
     change.parameter.set_data(parallel::divided(change.parameter, division->division(), ranks));
@@ -254,8 +253,7 @@ std::string describe(const Shard& style) { return describe(Layout(style)); }
 
 // False for a plan of Shard alone, with which ranks may have other activations, such as other positions.
 bool has_styles_of_layers(const ParallelPlan& plan) {
-  return std::any_of(plan.begin(), plan.end(),
-                     [](const auto& entry) { return !std::holds_alternative<Shard>(entry.second); });
+  return std::ranges::any_of(plan, [](const auto& entry) { return !std::holds_alternative<Shard>(entry.second); });
 }
 
 // Prints the facts that ranks must agree on.

@@ -101,7 +101,7 @@ void TiedParameter::finish_step() {
 }
 
 void TiedParameter::check_not_sharded() const {
-  if (std::none_of(mine_.begin(), mine_.end(), is_sharded)) return;
+  if (std::ranges::none_of(mine_, is_sharded)) return;
   throw InvalidArgument(text("Pipeline: ", name_,
                              " is tied to parameters of other stages, and fully_shard has divided it, so that the "
                              "copies' gradients cannot be summed: leave the stages that have copies whole"));
