@@ -7,12 +7,11 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
-#include <unordered_map>
 #include <utility>
 
 #include "base/hash.h"
-#include "base/mutex.h"
 #include "base/text.h"
+#include "gradient/tensor_map.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/recorded_forward.h"
 
@@ -30,40 +29,19 @@ constexpr std::uint64_t kAccumulator = std::numeric_limits<std::uint64_t>::max()
 
 // Each parameter's owner, whose weights the backwards have that reach the parameter. A later object takes a parameter
 // from an earlier one.
-class Owners {
- public:
-  void add(const at::Tensor& parameter, BackwardWeights* owner) {
-    MutexLock lock(mutex_);
-    owners_[parameter.unsafeGetTensorImpl()] = owner;
-  }
-  void remove(const at::Tensor& parameter, const BackwardWeights* owner) {
-    MutexLock lock(mutex_);
-    const auto found = owners_.find(parameter.unsafeGetTensorImpl());
-    if (found != owners_.end() && found->second == owner) owners_.erase(found);
-  }
-  BackwardWeights* of(const at::Tensor& parameter) {
-    MutexLock lock(mutex_);
-    const auto found = owners_.find(parameter.unsafeGetTensorImpl());
-    return found == owners_.end() ? nullptr : found->second;
-  }
-
- private:
-  Mutex mutex_;
-  std::unordered_map<const at::TensorImpl*, BackwardWeights*> owners_ LOCKSTEP_GUARDED_BY(mutex_);
-};
-
 // Never destroyed: an object of static storage may end later.
-Owners& owners() {
-  static auto* const all = new Owners;
+TensorMap<BackwardWeights*>& owners() {
+  static auto* const all = new TensorMap<BackwardWeights*>;
   return *all;
 }
+BackwardWeights* owner_of(const at::Tensor& parameter) { return owners().find(parameter).value_or(nullptr); }
 
 // Set while a backward runs within another one.
 thread_local const BackwardWeights::Inside* inside = nullptr;
 
 // True where the backward that runs adds to the gradient of this parameter, which was given to an object.
 bool is_owned(const at::Tensor& parameter) {
-  return parameter.requires_grad() && owners().of(parameter) != nullptr && accumulates(parameter);
+  return parameter.requires_grad() && owner_of(parameter) != nullptr && accumulates(parameter);
 }
 
 }  // namespace
@@ -76,12 +54,12 @@ bool accumulates(const at::Tensor& leaf) {
 }
 
 BackwardWeights::~BackwardWeights() {
-  for (const auto& parameter : registered_) owners().remove(parameter, this);
+  owners().erase_if([this](const BackwardWeights* owner) { return owner == this; });
 }
 
 void BackwardWeights::add_parameters(const std::vector<at::Tensor>& parameters) {
   for (const auto& parameter : parameters) {
-    owners().add(parameter, this);
+    owners().set(parameter, this);
     registered_.push_back(parameter);
   }
 }
@@ -91,7 +69,7 @@ std::optional<double> BackwardWeights::of_layer(const at::Tensor& parameter) {
     if (inside->unknown_) std::rethrow_exception(inside->unknown_);
     return inside->weight_;
   }
-  if (parameter.defined() && is_owned(parameter)) return owners().of(parameter)->of_this_backward();
+  if (parameter.defined() && is_owned(parameter)) return owner_of(parameter)->of_this_backward();
   auto* const first = first_in_graph();
   return first == nullptr ? std::nullopt : std::optional(first->of_this_backward());
 }
@@ -110,7 +88,7 @@ BackwardWeights* BackwardWeights::first_in_graph() {
     if (node->sequence_nr() != kAccumulator) continue;
     const auto* const accumulator = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
     if (accumulator == nullptr) continue;
-    auto* const owner = owners().of(accumulator->variable);
+    auto* const owner = owner_of(accumulator->variable);
     if (owner == nullptr || !accumulates(accumulator->variable)) continue;
     if (first == nullptr || owner->number_ < first->number_) first = owner;
   }
@@ -122,8 +100,8 @@ BackwardWeights::Inside::Inside(const std::vector<at::Tensor>& parameters) : out
     if (outer_ != nullptr) {
       weight_ = outer_->weight_;
       unknown_ = outer_->unknown_;
-    } else if (const auto own = std::find_if(parameters.begin(), parameters.end(), is_owned); own != parameters.end()) {
-      weight_ = owners().of(*own)->of_this_backward();
+    } else if (const auto own = std::ranges::find_if(parameters, is_owned); own != parameters.end()) {
+      weight_ = owner_of(*own)->of_this_backward();
     } else if (auto* const first = first_in_graph()) {
       weight_ = first->of_this_backward();
     }
@@ -153,9 +131,7 @@ void BackwardWeights::add_forward(std::uint64_t begin, std::optional<double> exa
 BackwardWeights::Forward* BackwardWeights::forward_of(std::uint64_t node) {
   if (forwards_.empty() || node >= forwards_.back().end) return nullptr;
   if (node >= forwards_.back().begin) return &forwards_.back();
-  const auto after =
-      std::upper_bound(forwards_.begin(), forwards_.end(), node,
-                       [](std::uint64_t number, const Forward& forward) { return number < forward.begin; });
+  const auto after = std::ranges::upper_bound(forwards_, node, {}, &Forward::begin);
   if (after == forwards_.begin()) return nullptr;
   auto& forward = *std::prev(after);
   return node < forward.end ? &forward : nullptr;
@@ -187,7 +163,7 @@ BackwardWeights::Found BackwardWeights::look_through(int backward) {
 // True where these parameters were not among the last ones. Several sets are remembered, for losses that take turns, as
 // in adversarial training.
 bool BackwardWeights::are_other_parameters(std::uint64_t hash) {
-  if (std::find(parameters_.begin(), parameters_.end(), hash) != parameters_.end()) return false;
+  if (std::ranges::find(parameters_, hash) != parameters_.end()) return false;
   if (parameters_.size() == kMostParameters) parameters_.pop_front();
   parameters_.push_back(hash);
   return true;

@@ -54,7 +54,7 @@ Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOption
     }
   }
   const auto& order = options_.order;
-  if (!order.empty() && !std::is_permutation(order.begin(), order.end(), order_.begin(), order_.end())) {
+  if (!order.empty() && !std::ranges::is_permutation(order, order_)) {
     throw InvalidArgument(
         text("the order of ", order.size(), " parameters is none of the ", order_.size(), " there are"));
   }
@@ -142,7 +142,7 @@ std::vector<std::vector<std::size_t>> Buckets::slots_of_buckets() const {
 }
 
 Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
-  if (options_.scatter) std::sort(slots.begin(), slots.end());  // in the order of the flat parameters
+  if (options_.scatter) std::ranges::sort(slots);  // in the order of the flat parameters
   Bucket bucket;
   const auto type = infos_[slots[0]].dtype;
   FlatLayout layout(type, /*aligned=*/options_.scatter);  // scattered ones lie as the flat parameters do
@@ -272,9 +272,8 @@ void Buckets::multiply(double factor) {
 }
 
 bool Buckets::all_finite() const {
-  const bool own = std::all_of(buckets_.begin(), buckets_.end(), [](const Bucket& bucket) {
-    return at::isfinite(own_part(bucket, bucket.mean)).all().item<bool>();
-  });
+  const bool own = std::ranges::all_of(
+      buckets_, [](const Bucket& bucket) { return at::isfinite(own_part(bucket, bucket.mean)).all().item<bool>(); });
   return options_.scatter ? ranks_.all(own) : own;
 }
 
@@ -296,7 +295,7 @@ void Buckets::end_pass(int root) {
 }
 
 void Buckets::restore_order(const std::vector<std::int64_t>& order) {
-  if (options_.scatter || !std::is_permutation(order.begin(), order.end(), order_.begin(), order_.end())) return;
+  if (options_.scatter || !std::ranges::is_permutation(order, order_)) return;
   knows_order_ = true;
   if (order == order_) return;
   order_ = order;
@@ -343,7 +342,7 @@ void PassWeights::update_scale() {
 }
 
 int PassWeights::lowest_with_gradients() const {
-  const auto first = std::find_if(all_.begin(), all_.end(), [](const auto& rank) { return rank.has_gradients > 0; });
+  const auto first = std::ranges::find_if(all_, [](const auto& rank) { return rank.has_gradients > 0; });
   return static_cast<int>(first - all_.begin());
 }
 

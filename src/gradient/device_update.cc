@@ -272,10 +272,10 @@ TracedUpdate::TracedUpdate(ReplicatedParameters& parameters, Updater& updater, o
   states_ = devices.variables(std::move(hosts));
 }
 
-void TracedUpdate::apply(ops::StepTrace& trace, const TracedWeight& weight) {
+void TracedUpdate::apply(ops::StepTrace& trace, const at::Tensor& weight, bool divides) {
   const at::NoGradGuard no_grad;
   std::vector<std::size_t> slots;
-  std::vector<at::Tensor> gradients{weight.weight};
+  std::vector<at::Tensor> gradients{weight};
   for (std::size_t slot = 0; slot < first_state_.size(); ++slot) {
     if (!parameters_.slots()[slot].trainable) continue;
     auto& host = parameters_.parameter(0, slot);
@@ -289,7 +289,7 @@ void TracedUpdate::apply(ops::StepTrace& trace, const TracedWeight& weight) {
   std::map<std::size_t, at::Tensor> by_slot;
   for (std::size_t i = 0; i < slots.size(); ++i) by_slot[slots[i]] = sums[i + 1];
   const auto number = trace.number_of_update(this);
-  for (const auto dtype : {at::kFloat, at::kDouble}) update(trace, sums[0], weight.divides, dtype, by_slot, number);
+  for (const auto dtype : {at::kFloat, at::kDouble}) update(trace, sums[0], divides, dtype, by_slot, number);
   trace.after_update([alive = std::weak_ptr(alive_)] {
     if (const auto updater = alive.lock()) (*updater)->count_step();
   });

@@ -36,12 +36,6 @@ class DeviceUpdate {
   std::unique_ptr<DeviceRule> rule_;
 };
 
-// The weight of a replica's gradients: a scalar, 0 where it has no examples.
-struct TracedWeight {
-  at::Tensor weight;
-  bool divides = true;  // the sum of gradients, by the sum over all replicas; else that only says whether there are any
-};
-
 // The update of a step that is traced for devices that run compiled programs, which have the optimizer's state as well.
 // One thread at a time.
 class TracedUpdate {
@@ -50,8 +44,10 @@ class TracedUpdate {
   // which these devices' dtypes do not need.
   TracedUpdate(ReplicatedParameters& parameters, Updater& updater, ops::ProgramDevices& devices);
 
-  // Updates with the gradients that backward has left in the traced step, as GradientPath::apply.
-  void apply(ops::StepTrace& trace, const TracedWeight& weight);
+  // Updates with the gradients that backward has left in the traced step, as GradientPath::apply. `weight` of this
+  // replica's gradients: a scalar, 0 where it has no examples. `divides`: the sum of gradients is divided by the sum of
+  // all replicas' weights, which else only says whether there are examples.
+  void apply(ops::StepTrace& trace, const at::Tensor& weight, bool divides);
 
   // Brings the state's values from the devices.
   void fetch(Deadline deadline) const;

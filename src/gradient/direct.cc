@@ -130,8 +130,8 @@ void Direct::sum_up(const Group& replicas, Deadline deadline) {
     tree_->doubles[rank].add_(tree_->doubles[rank + distance]);
   }
   for (std::size_t slot = 0; rank == 0 && slot < tree_->sums.size(); ++slot) {  // replica 0 alone reads them
-    const bool any = std::any_of(contributions_.begin(), contributions_.end(),
-                                 [&](const auto& one) { return one.gradients[slot].defined(); });
+    const bool any =
+        std::ranges::any_of(contributions_, [&](const auto& one) { return one.gradients[slot].defined(); });
     tree_->sums[slot] = any ? tree_->places[0][slot] : at::Tensor();
   }
 }

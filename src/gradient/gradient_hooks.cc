@@ -72,7 +72,7 @@ void GradientHooks::expect_one_backward(int replica) {
 void GradientHooks::take_all(int replica) {
   auto& step = of(replica);
   step.expects_backward = false;
-  if (!reduction_.during_backward()) std::fill(step.added.begin(), step.added.end(), false);  // a step failed
+  if (!reduction_.during_backward()) std::ranges::fill(step.added, false);  // a step failed
   ops::clear_gradient_memory();
   require_as_first(replica);
   for (std::size_t i = 0; i < takes_.size(); ++i) {
@@ -81,7 +81,7 @@ void GradientHooks::take_all(int replica) {
   for (std::size_t i = 0; i < takes_.size(); ++i) {
     if (takes_[i] && !step.added[i]) reduction_.add(replica, i, {});
   }
-  std::fill(step.added.begin(), step.added.end(), false);
+  std::ranges::fill(step.added, false);
 }
 
 // A parameter that is frozen on one replica alone would be trained by the gradients of the others' examples.
@@ -112,7 +112,7 @@ void GradientHooks::add(int replica, std::size_t index) {
 void GradientHooks::drop(int replica) {
   auto& step = of(replica);
   step.expects_backward = false;
-  std::fill(step.added.begin(), step.added.end(), false);
+  std::ranges::fill(step.added, false);
   for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
     parameters_.parameter(replica, i).mutable_grad().reset();
   }

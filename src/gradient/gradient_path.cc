@@ -156,7 +156,7 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
       throw InvalidArgument("an optimizer of another strategy is applied in a step that is compiled for devices");
     if (weight == 0) return;  // on all replicas, which run the same program
     const auto options = trace->value_of(parameters_->variable(0)).options().requires_grad(false).dtype(at::kFloat);
-    return apply_traced(*trace, {at::full({}, weight, options)});
+    return apply_traced(*trace, at::full({}, weight, options));
   }
   const double loss_scale = updater_.loss_scale().value();
   if (!prepared_ && ranks_.size() > 1) {
@@ -197,8 +197,8 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   if (reduction_->during_backward()) replicas.barrier(deadline);  // replica 0's end_step may use the processes' Group
 }
 
-void GradientPath::apply_traced(ops::StepTrace& trace, const gradient::TracedWeight& weight) {
-  traced_update_->apply(trace, weight);
+void GradientPath::apply_traced(ops::StepTrace& trace, const at::Tensor& weight, bool divides) {
+  traced_update_->apply(trace, weight, divides);
 }
 
 void GradientPath::fetch(Deadline deadline) {
@@ -252,10 +252,9 @@ void GradientPath::compare() {
 // Where more than half of the processes have the same values and optimizer states, the others take these.
 void GradientPath::replace_differing_copies() {
   const auto all = ranks_.all_gather(parameters_->hashes() + state_of(updater_));
-  const auto times = [&](const std::string& one) { return std::count(all.begin(), all.end(), one); };
-  const auto root = std::find_if(all.begin(), all.end(), [&](const auto& one) {
-    return 2 * times(one) > static_cast<std::ptrdiff_t>(all.size());
-  });
+  const auto times = [&](const std::string& one) { return std::ranges::count(all, one); };
+  const auto root = std::ranges::find_if(
+      all, [&](const auto& one) { return 2 * times(one) > static_cast<std::ptrdiff_t>(all.size()); });
   if (root == all.end() || times(*root) == static_cast<std::ptrdiff_t>(all.size())) return;
   const auto rank = static_cast<int>(root - all.begin());
   for (std::size_t other = 0; ranks_.rank() == rank && other < all.size(); ++other) {

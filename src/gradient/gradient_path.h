@@ -83,8 +83,8 @@ class GradientPath {
   // part of the program.
   void apply(const Group& replicas, double weight, Deadline deadline);
 
-  // As `apply` in a step that is traced, where the replica's weight is a value of the program.
-  void apply_traced(ops::StepTrace& trace, const gradient::TracedWeight& weight);
+  // As `apply` in a step that is traced, where the replica's weight is a value of the program (TracedUpdate::apply).
+  void apply_traced(ops::StepTrace& trace, const at::Tensor& weight, bool divides = true);
 
   // Brings values and state that devices or servers have updated to this process. Not while replicas run.
   void fetch(Deadline deadline);

@@ -38,7 +38,6 @@ GradientReducer::GradientReducer(const std::vector<std::string>& names, std::vec
       sum_(options.sum),
       zeros_for_unused_(options.zeros_for_unused),
       buckets_(slots_of(names, parameters_), std::move(ranks), options.buckets),
-      views_(parameters_.size()),
       weights_(options.weights),
       summed_(parameters_.size()),
       kept_(parameters_.size()) {
@@ -69,8 +68,11 @@ void GradientReducer::make_views() {
                ? at::from_blob(flat.data_ptr(), parameter.sizes(), parameter.strides(), keep, flat.options())
                : at::from_blob(flat.data_ptr(), parameter.sizes(), keep, flat.options());
   };
+  inputs_.clear();
+  means_.clear();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    views_[i] = {shaped(buckets_.input(i), parameters_[i]), shaped(buckets_.mean(i), parameters_[i])};
+    inputs_.push_back(shaped(buckets_.input(i), parameters_[i]));
+    means_.push_back(shaped(buckets_.mean(i), parameters_[i]));
   }
 }
 
@@ -128,7 +130,7 @@ bool GradientReducer::are_cleared() const {
     return parameter.grad().defined() &&
            at::any(parameter.grad().is_sparse() ? parameter.grad().to_dense() : parameter.grad()).item<bool>();
   };
-  if (std::any_of(parameters_.begin(), parameters_.end(), is_left)) return false;
+  if (std::ranges::any_of(parameters_, is_left)) return false;
   const auto& last = parameters_[accumulated_.last].grad();
   return last.unsafeGetTensorImpl() != accumulated_.gradient || last._version() != accumulated_.version;
 }
@@ -192,7 +194,7 @@ void GradientReducer::reduce_accumulated() {
 // Copies the parameter's gradient to its bucket and marks it ready.
 void GradientReducer::take(std::size_t parameter) {
   const at::NoGradGuard no_gradient;
-  const auto& input = views_[parameter].input;
+  const auto& input = inputs_[parameter];
   const auto& gradient = parameters_[parameter].grad();
   const double share = has_data_ && scale_ > 0 && accumulated_.weight > 0 ? accumulated_.unit / scale_ : 0;
   const bool counts = share > 0 && gradient.defined();  // gradients of a backward with weight 0 do not count
@@ -254,7 +256,7 @@ void GradientReducer::write_back() {
   const at::NoGradGuard no_gradient;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!zeros_for_unused_ && !buckets_.has_gradient(i)) continue;
-    const auto& mean = views_[i].mean;
+    const auto& mean = means_[i];
     auto& gradient = parameters_[i].mutable_grad();
     gradient = parameters_[i].is_cpu() ? mean : mean.to(parameters_[i].device());
     if (!sum_) continue;

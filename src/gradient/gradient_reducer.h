@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -72,11 +71,6 @@ class GradientReducer {
   const std::vector<std::int64_t>& order() const { return buckets_.order(); }
 
  private:
-  // One parameter's part of its bucket, in the parameter's shape.
-  struct View {
-    at::Tensor input, mean;
-  };
-
   void require_gradients() const;
   void make_views();
   at::Tensor weighed(std::size_t parameter, const at::Tensor& gradient);
@@ -99,8 +93,8 @@ class GradientReducer {
   std::vector<unsigned> before_accumulation_;  // [parameter]: hooks on each new gradient
 
   Buckets buckets_;
-  std::vector<View> views_;  // [parameter]
-  int layout_ = 0;           // of the buckets, when views_ were made
+  std::vector<at::Tensor> inputs_, means_;  // [parameter]: its part of the bucket, in the parameter's shape
+  int layout_ = 0;                          // of the buckets, when these were made
   std::function<bool()> before_pass_;
   std::function<void(int)> after_pass_;
   bool sync_ = true;

@@ -4,50 +4,23 @@
 
 #include <algorithm>
 #include <cmath>
-#include <unordered_map>
 #include <utility>
 
-#include "base/mutex.h"
 #include "base/text.h"
+#include "gradient/tensor_map.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::gradient {
 namespace {
 
 // Tensors are held by weak references, so that no other tensor gets the address of a remembered one.
-class KnownLayers {
- public:
-  void add(const at::Tensor& tensor, std::shared_ptr<LayerOverRanks> layer) {
-    MutexLock lock(mutex_);
-    std::erase_if(layers_, [](const auto& entry) { return entry.second.tensor.expired(); });
-    layers_.insert_or_assign(tensor.unsafeGetTensorImpl(),
-                             Entry{WeakTensor(tensor.getIntrusivePtr()), std::move(layer)});
-    any_.store(true, std::memory_order_release);
-  }
-
-  bool any() const { return any_.load(std::memory_order_acquire); }
-
-  std::shared_ptr<LayerOverRanks> of(const at::Tensor& tensor) {
-    if (!any()) return nullptr;
-    MutexLock lock(mutex_);
-    const auto found = layers_.find(tensor.unsafeGetTensorImpl());
-    return found == layers_.end() ? nullptr : found->second.layer;
-  }
-
- private:
-  using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>;
-  struct Entry {
-    WeakTensor tensor;
-    std::shared_ptr<LayerOverRanks> layer;
-  };
-
-  std::atomic<bool> any_{false};
-  Mutex mutex_;
-  std::unordered_map<const at::TensorImpl*, Entry> layers_ LOCKSTEP_GUARDED_BY(mutex_);
+struct KnownLayer {
+  WeakTensor tensor;
+  std::shared_ptr<LayerOverRanks> layer;
 };
 
-KnownLayers& known_layers() {
-  static KnownLayers layers;
+TensorMap<KnownLayer>& known_layers() {
+  static TensorMap<KnownLayer> layers;
   return layers;
 }
 
@@ -69,19 +42,23 @@ std::optional<double> LayerOverRanks::weight() const { return if_known(weight_);
 std::optional<double> LayerOverRanks::counted() const { return if_known(counted_); }
 
 void add_layer_over_ranks(const at::Tensor& tensor, std::shared_ptr<LayerOverRanks> layer) {
-  known_layers().add(tensor, std::move(layer));
+  known_layers().erase_if([](const KnownLayer& known) { return known.tensor.expired(); });
+  known_layers().set(tensor, {WeakTensor(tensor), std::move(layer)});
 }
 
-std::shared_ptr<LayerOverRanks> layer_over_ranks_of(const at::Tensor& tensor) { return known_layers().of(tensor); }
+std::shared_ptr<LayerOverRanks> layer_over_ranks_of(const at::Tensor& tensor) {
+  const auto known = known_layers().find(tensor);
+  return known ? known->layer : nullptr;
+}
 
 std::vector<std::shared_ptr<LayerOverRanks>> layers_over_ranks(const torch::nn::Module& module) {
   std::vector<std::shared_ptr<LayerOverRanks>> layers;
-  if (!known_layers().any()) return layers;
+  if (known_layers().empty()) return layers;
   const auto add = [&](const std::vector<at::Tensor>& tensors) {
     for (const auto& tensor : tensors) {
       auto layer = tensor.defined() ? layer_over_ranks_of(tensor) : nullptr;
       if (layer == nullptr || layer->group().size() == 1) continue;
-      if (std::find(layers.begin(), layers.end(), layer) == layers.end()) layers.push_back(std::move(layer));
+      if (std::ranges::find(layers, layer) == layers.end()) layers.push_back(std::move(layer));
     }
   };
   add(module.parameters());
@@ -91,7 +68,7 @@ std::vector<std::shared_ptr<LayerOverRanks>> layers_over_ranks(const torch::nn::
 
 bool trains_over_ranks(const torch::nn::Module& module) {
   const auto layers = layers_over_ranks(module);
-  return std::any_of(layers.begin(), layers.end(), [](const auto& layer) { return layer->trains(); });
+  return std::ranges::any_of(layers, [](const auto& layer) { return layer->trains(); });
 }
 
 void require_no_layers_over_ranks(const torch::nn::Module& module) {

@@ -28,7 +28,7 @@ std::int64_t newest_of_all(const std::vector<std::map<std::int64_t, int>>& all) 
     const auto can_go_on = [&](const auto& of_process) {
       return of_process.empty() || of_process.contains(*version) || of_process.begin()->first > *version;
     };
-    if (std::all_of(all.begin(), all.end(), can_go_on)) return *version;
+    if (std::ranges::all_of(all, can_go_on)) return *version;
   }
   return *versions.begin();  // the oldest one always can
 }
@@ -122,7 +122,7 @@ void MovingState::divide_anew(Updater& updater, const std::vector<Versions>& all
 void MovingState::lose_state(Updater& updater, const std::vector<Versions>& all, const std::string& what) {
   const bool is_initial = updater.iterations() == 0;  // the same on all
   if (is_initial) {                                   // the state too
-    const auto root = std::find_if_not(all.begin(), all.end(), [](const auto& one) { return one.empty(); });
+    const auto root = std::ranges::find_if_not(all, [](const auto& one) { return one.empty(); });
     broadcast(ranks_, {parameters_->flat(0, at::kFloat), parameters_->flat(0, at::kDouble)},
               static_cast<int>(root - all.begin()));
     parameters_->spread_first_copy();
@@ -172,8 +172,8 @@ void MovingState::go_back_to(std::int64_t version, Updater& updater) {
 ShardsOfRanks MovingState::held_now(std::int64_t version, const std::vector<Versions>& all) const {
   auto held = place_ ? place_->held : ShardsOfRanks();
   const auto has_none = [&](const Versions& versions) { return !versions.contains(version); };
-  if (std::any_of(all.begin(), all.end(), has_none)) {
-    const auto root = std::find_if_not(all.begin(), all.end(), has_none) - all.begin();
+  if (std::ranges::any_of(all, has_none)) {
+    const auto root = std::ranges::find_if_not(all, has_none) - all.begin();
     held = parse(ranks_.broadcast(print(held), static_cast<int>(root)));
   }
   ShardsOfRanks now;

@@ -45,7 +45,7 @@ std::vector<std::int64_t> cuts_of(const Shard& shard, const std::vector<Holder>&
       if (at > shard.begin && at < shard.begin + shard.count) cuts.push_back(at);
     }
   }
-  std::sort(cuts.begin(), cuts.end());
+  std::ranges::sort(cuts);
   cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
   return cuts;
 }
@@ -66,8 +66,7 @@ void add_moves(const Shard& part, const std::vector<int>& from, int to, std::vec
 }  // namespace
 
 Shard shard_of(const std::vector<Shard>& shards, std::size_t slot) {
-  const auto found = std::lower_bound(shards.begin(), shards.end(), slot,
-                                      [](const Shard& one, std::size_t s) { return one.slot < s; });
+  const auto found = std::ranges::lower_bound(shards, slot, {}, &Shard::slot);
   return found == shards.end() || found->slot != slot ? Shard{slot, 0, 0} : *found;
 }
 
@@ -227,7 +226,7 @@ ShardMoves moves_between(const ShardsOfRanks& had, const ShardsOfRanks& needed) 
         }
         if (from.empty()) {
           result.lost.push_back(part);
-        } else if (std::find(from.begin(), from.end(), to) != from.end()) {
+        } else if (std::ranges::find(from, to) != from.end()) {
           result.moves.push_back({to, to, part});
         } else {
           add_moves(part, from, to, result.moves);

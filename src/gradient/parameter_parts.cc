@@ -21,7 +21,7 @@ namespace lockstep::gradient {
 namespace {
 
 bool are_same(const std::vector<Communicator>& a, const std::vector<Communicator>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& one, const auto& other) {
+  return std::ranges::equal(a, b, [](const auto& one, const auto& other) {
     return one.group().shared_backend() == other.group().shared_backend();
   });
 }
@@ -29,28 +29,24 @@ bool are_same(const std::vector<Communicator>& a, const std::vector<Communicator
 }  // namespace
 
 std::shared_ptr<const ParameterParts> parts_of(const at::Tensor& parameter) {
-  for (const auto& hook : ops::hooks_of(parameter)) {
-    if (auto parts = std::dynamic_pointer_cast<const ParameterParts>(hook)) return parts;
-  }
-  return nullptr;
+  return ops::hook_of<const ParameterParts>(parameter);
 }
 
-FoundParameters find_parameters(const std::vector<TrainedTensor>& trained) {
-  FoundParameters found;
+std::vector<TrainedTensor> find_parameters(const std::vector<TrainedTensor>& trained) {
+  std::vector<TrainedTensor> found;
   std::map<at::TensorImpl*, std::size_t> seen;
   for (const auto& one : trained) {
-    const auto [at, fresh] = seen.emplace(one.tensor.unsafeGetTensorImpl(), found.tensors.size());
-    if (fresh) {
-      found.tensors.push_back(one.tensor);
-      found.names.emplace_back();
-      found.trained.push_back(one);
+    const auto [at, is_new] = seen.emplace(one.tensor.unsafeGetTensorImpl(), found.size());
+    if (is_new) {
+      found.push_back(one);
+    } else {
+      found[at->second].aliases.push_back(one.name);
     }
-    found.names[at->second].push_back(one.name);
   }
   return found;
 }
 
-FoundParameters find_parameters(const torch::nn::Module& module) {
+std::vector<TrainedTensor> find_parameters(const torch::nn::Module& module) {
   std::vector<TrainedTensor> trained;
   for (const auto& item : module.named_parameters(/*recurse=*/true)) {
     if (item.value().defined()) trained.push_back({item.key(), item.value()});
@@ -58,35 +54,34 @@ FoundParameters find_parameters(const torch::nn::Module& module) {
   return find_parameters(trained);
 }
 
-PartSums::PartSums(const ReplicatedParameters& parameters) : parameters_(parameters) {
-  for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
-    const auto& parts = parameters.slots()[i].parts;
-    if (parts == nullptr || !parts->make_up_a_whole()) continue;
-    auto holders = parts->holders();
-    const auto found = std::find_if(divided_.begin(), divided_.end(),
-                                    [&](const auto& other) { return are_same(other.holders, holders); });
-    auto& divided = found != divided_.end() ? *found : divided_.emplace_back(Divided{std::move(holders), {}});
-    divided.slots.push_back(i);
-  }
+std::string description_line(const std::string& name, const at::Tensor& parameter) {
+  return text(name, " ", parameter.scalar_type(), " ", parameter.sizes(), parameter.requires_grad() ? "" : " frozen",
+              "\n");
 }
 
-double PartSums::sum_squares(std::span<double> squares) const {
-  std::vector<double> sums;
-  for (const auto& [holders, slots] : divided_) {
-    sums.clear();
+double sum_squares_of_parts(const ReplicatedParameters& parameters, std::span<double> squares) {
+  const auto holders_of = [&](std::size_t slot) { return parameters.slots()[slot].parts->holders(); };
+  std::vector<std::vector<std::size_t>> groups;  // of slots whose parts the same processes have
+  for (std::size_t i = 0; i < squares.size(); ++i) {
+    const auto& parts = parameters.slots()[i].parts;
+    if (parts == nullptr || !parts->make_up_a_whole()) continue;
+    const auto found = std::ranges::find_if(
+        groups, [&](const auto& slots) { return are_same(holders_of(slots[0]), parts->holders()); });
+    (found != groups.end() ? *found : groups.emplace_back()).push_back(i);
+  }
+  for (const auto& slots : groups) {
+    std::vector<double> sums;
     for (const auto slot : slots) sums.push_back(squares[slot]);
-    for (const auto& ranks : holders) ranks.sum(sums);
+    for (const auto& ranks : holders_of(slots[0])) ranks.sum(sums);
     for (std::size_t i = 0; i < slots.size(); ++i) squares[slots[i]] = sums[i];
   }
   double total = 0;
   for (std::size_t i = 0; i < squares.size(); ++i) {
-    if (parameters_.is_first_holder(i) && !parameters_.slots()[i].is_copy) total += squares[i];
+    if (parameters.is_first_holder(i) && !parameters.slots()[i].is_copy) total += squares[i];
   }
-  parameters_.topology().all.sum({&total, 1});
+  parameters.topology().all.sum({&total, 1});
   return total;
 }
-
-bool PartSums::all(bool holds) const { return !parameters_.topology().all.any(!holds); }
 
 }  // namespace lockstep::gradient
 

@@ -48,11 +48,12 @@ std::shared_ptr<const ParameterParts> parts_of(const at::Tensor& parameter);
 
 // A parameter that a process trains: one of a module, or its part of one of a module that is split.
 struct TrainedTensor {
-  std::string name;
+  std::string name;  // the first one
   at::Tensor tensor;
   std::shared_ptr<const ParameterParts> parts = {};  // null: this process has the whole parameter
-  bool is_copy = false;       // of a parameter that another worker, or this one under another name, has too
-  std::int64_t capacity = 0;  // elements that its place in the flat buffers has, if more than it needs
+  bool is_copy = false;                   // of a parameter that another worker, or this one under another name, has too
+  std::int64_t capacity = 0;              // elements that its place in the flat buffers has, if more than it needs
+  std::vector<std::string> aliases = {};  // its other names, where find_parameters has found it
 };
 
 struct ModelPart {
@@ -81,35 +82,14 @@ struct ModelPart {
 };
 
 // The parameters of a module, each once: by identity, in order of their first names.
-struct FoundParameters {
-  std::vector<at::Tensor> tensors;
-  std::vector<std::vector<std::string>> names;
-  std::vector<TrainedTensor> trained;  // under their first names
-};
+std::vector<TrainedTensor> find_parameters(const std::vector<TrainedTensor>& trained);
+std::vector<TrainedTensor> find_parameters(const torch::nn::Module& module);
 
-FoundParameters find_parameters(const std::vector<TrainedTensor>& trained);
-FoundParameters find_parameters(const torch::nn::Module& module);
+// A line with the facts of a parameter that processes compare: name, dtype, shape, and whether it is frozen.
+std::string description_line(const std::string& name, const at::Tensor& parameter);
 
-// Sums over a whole model of what each process knows of its parts.
-class PartSums {
- public:
-  explicit PartSums(const ReplicatedParameters& parameters);
-
-  // Adds to `squares[slot]`, the sum of squares of this process's part, those of the other parts. Returns the sum over
-  // all parameters of the model, the same bits on all. Collective over all workers.
-  double sum_squares(std::span<double> squares) const;
-
-  // True where `holds` is true on all workers. Collective over them.
-  bool all(bool holds) const;
-
- private:
-  struct Divided {
-    std::vector<Communicator> holders;
-    std::vector<std::size_t> slots;
-  };
-
-  const ReplicatedParameters& parameters_;
-  std::vector<Divided> divided_;
-};
+// For a model that is split. Adds to `squares[slot]`, the sum of squares of this process's part, those of the other
+// parts. Returns the sum over all parameters of the model, the same bits on all. Collective over all workers.
+double sum_squares_of_parts(const ReplicatedParameters& parameters, std::span<double> squares);
 
 }  // namespace lockstep::gradient

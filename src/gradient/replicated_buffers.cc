@@ -14,7 +14,7 @@ namespace {
 
 // Each replica's weight in a mean: the examples that it has seen.
 std::vector<double> weights_of(std::vector<double> seen) {
-  const bool none = std::all_of(seen.begin(), seen.end(), [](double examples) { return examples == 0; });
+  const bool none = std::ranges::all_of(seen, [](double examples) { return examples == 0; });
   return none ? std::vector<double>(seen.size(), 1) : seen;
 }
 
@@ -32,7 +32,7 @@ std::vector<at::Tensor> ReplicatedParameters::average_buffers() const {
   if (topology_.tokens.size() == 1 || buffer_names_.empty()) return average_own_buffers();
   const at::NoGradGuard no_grad;
   const auto weights = weights_of(seen_by_all());
-  const auto most = std::max_element(weights.begin(), weights.end()) - weights.begin();
+  const auto most = std::ranges::max_element(weights) - weights.begin();
   const int root = static_cast<int>(most) / replicas();
   const bool has_most = topology_.tokens.rank() == root;
   const std::span own(weights.data() + seen_.size() * static_cast<std::size_t>(topology_.tokens.rank()), seen_.size());
@@ -56,7 +56,7 @@ std::vector<at::Tensor> ReplicatedParameters::average_buffers() const {
 std::vector<at::Tensor> ReplicatedParameters::average_own_buffers() const {
   const at::NoGradGuard no_grad;
   const auto weights = weights_of(seen_);
-  const auto most = static_cast<int>(std::max_element(weights.begin(), weights.end()) - weights.begin());
+  const auto most = static_cast<int>(std::ranges::max_element(weights) - weights.begin());
   const double all = std::accumulate(weights.begin(), weights.end(), 0.0);
   std::vector<at::Tensor> averages;
   for (std::size_t i = 0; i < buffer_names_.size(); ++i) {

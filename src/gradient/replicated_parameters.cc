@@ -25,8 +25,7 @@ bool is_flat_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype =
 
 // Shards are in host memory, also those of a module on a device.
 gradient::Placement placement_of(const gradient::ModelPart& split, gradient::Placement placement) {
-  const bool on_host =
-      std::all_of(split.trained.begin(), split.trained.end(), [](const auto& each) { return each.tensor.is_cpu(); });
+  const bool on_host = std::ranges::all_of(split.trained, [](const auto& each) { return each.tensor.is_cpu(); });
   return on_host && placement == gradient::Placement::staged ? gradient::Placement::mirrored : placement;
 }
 
@@ -91,8 +90,9 @@ void ReplicatedParameters::find_slots() {
   for (const auto& module : modules_) {
     if (module == nullptr) throw InvalidArgument("the model's factory returned no module");
     gradient::require_no_layers_over_ranks(*module);
-    parameters_.push_back(
-        (split_ ? gradient::find_parameters(split_->trained) : gradient::find_parameters(*module)).tensors);
+    auto& parameters = parameters_.emplace_back();
+    for (const auto& found : split_ ? gradient::find_parameters(split_->trained) : gradient::find_parameters(*module))
+      parameters.push_back(found.tensor);
     auto& buffers = buffers_.emplace_back();
     for (const auto& item : module->named_buffers()) {
       if (item.value().defined()) buffers.push_back(item.value());
@@ -102,17 +102,17 @@ void ReplicatedParameters::find_slots() {
     if (item.value().defined()) buffer_names_.push_back(item.key());
   }
 
-  const auto found = split_ ? gradient::find_parameters(split_->trained) : gradient::find_parameters(*modules_[0]);
-  for (std::size_t i = 0; i < found.tensors.size(); ++i) {
-    const auto& tensor = found.tensors[i];
-    gradient::ParameterSlot slot{.name = found.names[i][0],
-                                 .aliases = {found.names[i].begin() + 1, found.names[i].end()},
+  for (const auto& found :
+       split_ ? gradient::find_parameters(split_->trained) : gradient::find_parameters(*modules_[0])) {
+    const auto& tensor = found.tensor;
+    gradient::ParameterSlot slot{.name = found.name,
+                                 .aliases = found.aliases,
                                  .sizes = tensor.sizes().vec(),
                                  .dtype = tensor.scalar_type(),
                                  .numel = tensor.numel(),
-                                 .capacity = std::max(tensor.numel(), found.trained[i].capacity),
-                                 .is_copy = found.trained[i].is_copy,
-                                 .parts = found.trained[i].parts,
+                                 .capacity = std::max(tensor.numel(), found.capacity),
+                                 .is_copy = found.is_copy,
+                                 .parts = found.parts,
                                  .trainable = tensor.requires_grad(),
                                  .flat = is_flat_dtype(tensor.scalar_type())};
     check_dtype(slot);
@@ -138,15 +138,18 @@ void ReplicatedParameters::check_same_as_first(int replica) {
     throw InvalidArgument(
         text("the model's factory made replicas that differ: parameter \"", name, "\" of replica ", replica, " ", how));
   };
-  for (std::size_t i = 0; i < std::max(slots_.size(), found.tensors.size()); ++i) {
-    if (i >= found.tensors.size()) differ(slots_[i].name, "does not exist");
-    if (i >= slots_.size()) differ(found.names[i][0], "exists there only");
+  const auto names_of = [](const auto& one) {
+    std::vector<std::string> names{one.name};
+    names.insert(names.end(), one.aliases.begin(), one.aliases.end());
+    return join(names);
+  };
+  for (std::size_t i = 0; i < std::max(slots_.size(), found.size()); ++i) {
+    if (i >= found.size()) differ(slots_[i].name, "does not exist");
+    if (i >= slots_.size()) differ(found[i].name, "exists there only");
     const auto& slot = slots_[i];
-    const auto& tensor = found.tensors[i];
-    std::vector<std::string> names{slot.name};
-    names.insert(names.end(), slot.aliases.begin(), slot.aliases.end());
-    if (found.names[i] != names)
-      differ(found.names[i][0], text("has the names ", join(found.names[i]), ", not ", join(names)));
+    const auto& tensor = found[i].tensor;
+    if (found[i].name != slot.name || found[i].aliases != slot.aliases)
+      differ(found[i].name, text("has the names ", names_of(found[i]), ", not ", names_of(slot)));
     if (tensor.sizes() != slot.sizes)
       differ(slot.name, text("has shape ", tensor.sizes(), ", not ", at::IntArrayRef(slot.sizes)));
     if (tensor.scalar_type() != slot.dtype)

@@ -62,7 +62,7 @@ Purpose purpose_of(at::IntArrayRef sizes) {
   const auto found = named.find(sizes);
   if (found != named.end()) return found->second;
   if (named.size() == kMostShapes) named.clear();
-  const bool any = std::find(sizes.begin(), sizes.end(), kAnySize) != sizes.end();
+  const bool any = std::ranges::find(sizes, kAnySize) != sizes.end();
   const Purpose purpose(any ? text("tensors of shape ", sizes, ", where ", kAnySize, " may differ")
                             : text("a tensor of shape ", sizes));
   return named.emplace(sizes.vec(), purpose).first->second;

@@ -20,7 +20,6 @@ Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer opt
       commits_(std::move(commits)),
       states_(initial_states()),
       loss_scale_(optimizer_.options().loss_scale) {
-  if (parameters_->is_split()) part_sums_.emplace(*parameters_);
   if (parameters_->placement() == Placement::device) {
     for (const auto dtype : {at::kFloat, at::kDouble}) {
       const auto flat = parameters_->flat(0, dtype);
@@ -44,7 +43,7 @@ Updater::States Updater::exchange_states(States states) {
 }
 
 void Updater::begin_step() {
-  phase_ = Phase::none;
+  prepared_.reset();
   step_ = step_after(0);
   for (auto& [dtype, on_device] : device_updates_) {
     const auto numbers = on_device.update.numbers(step_);
@@ -62,22 +61,21 @@ void Updater::update(const Sums& sums, double divide_by, const Group& replicas, 
   Prepared prepared{.sums = sums, .divide_by = divide_by};
   if (clips_by_norm(optimizer_)) sum_and_square(prepared, replicas, deadline);
   const bool writes = replicas.rank() == 0;
-  if (writes) {
-    prepared_ = prepared;
-    phase_ = Phase::prepared;
-  }
   if (commits_) {
-    if (writes) commits_->group().barrier(commits_->deadline());
+    if (writes) {
+      prepared_ = prepared;
+      commits_->group().barrier(commits_->deadline());
+    }
     replicas.barrier(deadline);
+    if (writes) prepared_.reset();
   }
-  if (writes) phase_ = Phase::committed;
   update_shards(replicas.rank(), prepared);
 }
 
 void Updater::complete() {
-  if (phase_ != Phase::prepared) throw Error("the update of a step that failed cannot be completed");
-  phase_ = Phase::committed;
-  for (int replica = 0; replica < parameters_->replicas(); ++replica) update_shards(replica, prepared_);
+  if (!prepared_) throw Error("the update of a step that failed cannot be completed");
+  const auto prepared = *std::exchange(prepared_, std::nullopt);
+  for (int replica = 0; replica < parameters_->replicas(); ++replica) update_shards(replica, prepared);
 }
 
 void Updater::update_shards(int replica, const Prepared& prepared) {
@@ -165,8 +163,8 @@ void Updater::sum_and_square(Prepared& prepared, const Group& replicas, Deadline
                    });
   }
   ownership_.sum_over_owners(squares, replicas, deadline);
-  prepared.all_squares =
-      part_sums_ ? part_sums_->sum_squares(squares) : std::accumulate(squares.begin(), squares.end(), 0.0);
+  prepared.all_squares = parameters_->is_split() ? sum_squares_of_parts(*parameters_, squares)
+                                                 : std::accumulate(squares.begin(), squares.end(), 0.0);
 }
 
 // Returns the factor by which clipping multiplies the parameter's gradient: bound / max(norm, bound).

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "gradient/device_update.h"
-#include "gradient/parameter_parts.h"
 #include "gradient/reduction.h"
 #include "gradient/replicated_parameters.h"
 #include "gradient/shard_state.h"
@@ -97,12 +96,14 @@ class Updater {
   }
   void count_step() {
     ++iterations_;
-    phase_ = Phase::none;
+    prepared_.reset();
   }
 
   // True where gradients are finite on all workers of a model that is split. `finite`: on this worker and on those that
   // have the same parts. Collective, where losses are scaled.
-  bool all_finite(bool finite) const { return part_sums_ && loss_scale_.used() ? part_sums_->all(finite) : finite; }
+  bool all_finite(bool finite) const {
+    return parameters_->is_split() && loss_scale_.used() ? !parameters_->topology().all.any(!finite) : finite;
+  }
 
   // Losses are multiplied by it before backward. Written like iterations(); constant while replicas run backward.
   LossScale& loss_scale() { return loss_scale_; }
@@ -172,7 +173,6 @@ class Updater {
   const std::optional<Communicator> commits_;
 
   States states_;
-  std::optional<PartSums> part_sums_;  // of a model that is split over processes
   struct OnDevice {
     DeviceUpdate update;
     std::vector<at::Tensor> numbers;  // scalars on the device
@@ -186,9 +186,7 @@ class Updater {
   double rate_factor_ = 1;
 
   // The current update; written by replica 0.
-  enum class Phase { none, prepared, committed };
-  Phase phase_ = Phase::none;
-  Prepared prepared_;
+  std::optional<Prepared> prepared_;  // empty once processes that commit have passed their barrier
   UpdateStep step_;
 };
 

@@ -119,6 +119,15 @@ void add_hook(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook);
 // The hooks of a parameter, in the order in which they were added.
 std::vector<std::shared_ptr<ParameterHook>> hooks_of(const at::Tensor& parameter);
 
+// The first hook of a parameter that is a `Hook`; null where there is none.
+template <class Hook>
+std::shared_ptr<Hook> hook_of(const at::Tensor& parameter) {
+  for (const auto& each : hooks_of(parameter)) {
+    if (auto hook = std::dynamic_pointer_cast<Hook>(each)) return hook;
+  }
+  return nullptr;
+}
+
 // True where operators that this thread calls now with the tensor go through hooks.
 bool has_hooks(const at::Tensor& tensor);
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <numeric>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -59,7 +58,7 @@ void add_microbatches(Family& family, const PlanInput& input) {
   // Ranks of a pipeline with fewer microbatches would compute one after the other.
   auto& counts = family.microbatches;
   const auto is_few = [&](int count) { return count < split.pipeline; };
-  if (!std::all_of(counts.begin(), counts.end(), is_few)) std::erase_if(counts, is_few);
+  if (!std::ranges::all_of(counts, is_few)) std::erase_if(counts, is_few);
   if (!counts.empty()) return;
   family.refused = text("no number of microbatches that is tried (", join(input.options.microbatches), ") divides ",
                         mine, " examples", split.schedule == schedules::interleaved ? " for this schedule" : "");
@@ -86,8 +85,7 @@ std::vector<Family> families_of(const PlanInput& input) {
       }
     }
   }
-  if (std::any_of(families.begin(), families.end(), [](const auto& each) { return each.refused.empty(); }))
-    return families;
+  if (std::ranges::any_of(families, [](const auto& each) { return each.refused.empty(); })) return families;
   if (families.empty()) {
     throw InvalidArgument(text("plan_parallel: ", input.layers, " layers and no patterns for tensor parallelism leave ",
                                "nothing to split over ", input.ranks, " ranks"));
@@ -113,12 +111,12 @@ class Candidate {
     const auto& split = planned_.split;
     planned_.refused = layers_.refused.empty() ? whole_layers_.refused : layers_.refused;
     const auto is_counted = [](const auto& layer) { return !layer.bytes.empty(); };
-    if (planned_.refused.empty() && !std::all_of(whole_layers_.layers.begin(), whole_layers_.layers.end(), is_counted))
+    if (planned_.refused.empty() && !std::ranges::all_of(whole_layers_.layers, is_counted))
       planned_.refused = "a layer alone does not fit";
     if (!planned_.refused.empty()) return std::move(planned_);
     planned_.is_computed = layers_.is_computed || (averages() && profile_.averages.at(split.data).ranks != split.data);
-    const bool was_timed = std::all_of(layers_.layers.begin(), layers_.layers.end(),
-                                       [&](const auto& layer) { return layer.times.contains(examples_); });
+    const bool was_timed =
+        std::ranges::all_of(layers_.layers, [&](const auto& layer) { return layer.times.contains(examples_); });
     planned_.split.layers_of_stages = cut(was_timed);
     const auto costs = stage_costs(was_timed);
     const auto schedule = split.schedule(split.pipeline, stages_, split.microbatches, costs);
@@ -302,13 +300,11 @@ PlannedSplit best_of(const PlanInput& input, const Profile& profile, const Famil
     (planned.refused.empty() ? fitting : others).push_back(std::move(planned));
   }
   if (fitting.empty()) {
-    return *std::min_element(others.begin(), others.end(),
-                             [](const auto& a, const auto& b) { return a.memory.total() < b.memory.total(); });
+    return *std::ranges::min_element(others, {}, [](const auto& each) { return each.memory.total(); });
   }
-  const auto fastest = std::min_element(fitting.begin(), fitting.end(),
-                                        [](const auto& a, const auto& b) { return a.seconds < b.seconds; });
-  return *std::find_if(fitting.begin(), fitting.end(),
-                       [most = kWorthMore * fastest->seconds](const auto& each) { return each.seconds <= most; });
+  const auto fastest = std::ranges::min_element(fitting, {}, &PlannedSplit::seconds);
+  return *std::ranges::find_if(
+      fitting, [most = kWorthMore * fastest->seconds](const auto& each) { return each.seconds <= most; });
 }
 
 }  // namespace
@@ -331,7 +327,7 @@ PlanNeeds needs_of(const PlanInput& input) {
 SplitPlan choose_split(const PlanInput& input, const Profile& profile) {
   SplitPlan plan;
   for (const auto& family : families_of(input)) plan.candidates.push_back(best_of(input, profile, family));
-  std::stable_sort(plan.candidates.begin(), plan.candidates.end(), [](const auto& a, const auto& b) {
+  std::ranges::stable_sort(plan.candidates, [](const auto& a, const auto& b) {
     if (a.refused.empty() != b.refused.empty()) return a.refused.empty();
     return a.refused.empty() && a.seconds < b.seconds;
   });

@@ -1,7 +1,6 @@
 // The choice of plan_parallel: a pure function of a profile, the costs of layers, as they are divided, and of links.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <set>

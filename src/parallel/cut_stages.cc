@@ -20,12 +20,8 @@ namespace {
 
 constexpr int kRuns = 4;  // the first is slower
 
-struct Measured {
-  LayerCost cost;
-  Tensor output;
-};
-
-Measured measure(const PipelineStage& layer, const Tensor& x) {
+// `x` becomes the layer's output.
+LayerCost measure(const PipelineStage& layer, Tensor& x) {
   const auto module = layer.make();
   module->to(x.device());
   if (parallel::is_called_with_other_ranks(*module)) {
@@ -34,23 +30,23 @@ Measured measure(const PipelineStage& layer, const Tensor& x) {
         "which all ranks would have to call: say how many layers each stage has, as "
         "ModelParallelOptions::layers_of_stages does");
   }
-  Measured result;
-  result.cost.seconds = std::numeric_limits<double>::infinity();
-  for (const auto& parameter : module->parameters())
-    result.cost.parameter_bytes += static_cast<double>(parameter.nbytes());
+  LayerCost cost{.seconds = std::numeric_limits<double>::infinity()};
+  for (const auto& parameter : module->parameters()) cost.parameter_bytes += static_cast<double>(parameter.nbytes());
+  Tensor output;
   for (int i = 0; i < kRuns; ++i) {
     const auto input = x.is_floating_point() ? x.detach().requires_grad_() : x;
     const auto start = std::chrono::steady_clock::now();
     const auto before = parallel::bytes_in_use();
-    const auto output = layer.forward(*module, input);
-    result.cost.activation_bytes = std::max(result.cost.activation_bytes, parallel::bytes_in_use() - before);
+    output = layer.forward(*module, input);
+    cost.activation_bytes = std::max(cost.activation_bytes, parallel::bytes_in_use() - before);
     if (output.requires_grad()) output.backward(at::ones_like(output));
     parallel::synchronize(x.device());
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-    result.cost.seconds = std::min(result.cost.seconds, seconds.count());
-    result.output = output.detach();
+    cost.seconds = std::min(cost.seconds, seconds.count());
+    output = output.detach();
   }
-  return result;
+  x = output;
+  return cost;
 }
 
 // The least cost of the slowest stage for layers up to `end` in `stages` stages, and the first layer of the last stage.
@@ -82,11 +78,7 @@ std::vector<LayerCost> measure_layers(const std::vector<PipelineStage>& layers, 
     auto generator = ops::generator_of_thread();
     const auto random = generator.get_state();
     auto input = x;
-    for (std::size_t i = 0; i < layers.size(); ++i) {
-      auto measured = measure(layers[i], input);
-      costs[i] = measured.cost;
-      input = std::move(measured.output);
-    }
+    for (std::size_t i = 0; i < layers.size(); ++i) costs[i] = measure(layers[i], input);
     generator.set_state(random);
   });
   const auto bytes = ranks.broadcast({reinterpret_cast<const char*>(costs.data()), costs.size() * sizeof(LayerCost)});
@@ -126,7 +118,7 @@ std::vector<int> cut_stages(const std::vector<LayerCost>& layers, int stages, co
 std::vector<PipelineStage> join_layers(const std::vector<PipelineStage>& layers,
                                        const std::vector<int>& layers_of_stages) {
   const auto sum = std::accumulate(layers_of_stages.begin(), layers_of_stages.end(), 0);
-  const bool all_positive = std::all_of(layers_of_stages.begin(), layers_of_stages.end(), [](int n) { return n > 0; });
+  const bool all_positive = std::ranges::all_of(layers_of_stages, [](int n) { return n > 0; });
   if (sum != static_cast<int>(layers.size()) || !all_positive) {
     throw InvalidArgument(text("join_layers: stages of ", join(layers_of_stages), " layers, of ", layers.size(),
                                " layers; each must have one, and together they must have all"));

@@ -35,7 +35,7 @@ std::vector<DeviceMesh::Axis> checked(std::vector<DeviceMesh::Axis> axes, int ra
     auto& axis = axes[i];
     if (axis.name.empty()) fail("axis ", i, " has no name");
     const auto same = [&](const auto& other) { return other.name == axis.name; };
-    if (std::count_if(axes.begin(), axes.end(), same) > 1) fail("two axes are called \"", axis.name, "\"");
+    if (std::ranges::count_if(axes, same) > 1) fail("two axes are called \"", axis.name, "\"");
     if (axis.size == -1) {
       if (open != nullptr) fail("the size of one axis alone may be -1");
       open = &axis;
@@ -71,9 +71,7 @@ std::vector<int> order_by_host(const std::vector<std::string>& hosts) {
   for (std::size_t rank = 0; rank < hosts.size(); ++rank) first.try_emplace(hosts[rank], static_cast<int>(rank));
   std::vector<int> order(hosts.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
-    return first.at(hosts[static_cast<std::size_t>(a)]) < first.at(hosts[static_cast<std::size_t>(b)]);
-  });
+  std::ranges::stable_sort(order, {}, [&](int rank) { return first.at(hosts[static_cast<std::size_t>(rank)]); });
   return order;
 }
 
@@ -102,7 +100,7 @@ struct DeviceMesh::State {
   State(std::vector<Axis> of, const Communicator& given, const std::string& host)
       : axes(checked(agreed(std::move(of), given), given.size())) {
     const auto order = order_by_host(given.all_gather(host));
-    const auto place = std::find(order.begin(), order.end(), given.rank()) - order.begin();
+    const auto place = std::ranges::find(order, given.rank()) - order.begin();
     const auto all = *given.group().split(0, static_cast<int>(place), given.deadline());
     ranks = given.with_group(all);
     for (std::size_t i = 0; i < axes.size(); ++i) along.push_back(given.with_group(all));

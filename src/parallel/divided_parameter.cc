@@ -180,29 +180,23 @@ Tensor divided(const Tensor& whole, const Division& division, const Communicator
 }
 
 std::shared_ptr<const PartialParameter> partial_of(const Tensor& parameter) {
-  for (const auto& hook : ops::hooks_of(parameter)) {
-    if (auto partial = std::dynamic_pointer_cast<const PartialParameter>(hook)) return partial;
-  }
-  return nullptr;
+  return ops::hook_of<const PartialParameter>(parameter);
 }
 
 std::shared_ptr<const DividedParameter> division_of(const Tensor& parameter) {
-  return std::dynamic_pointer_cast<const DividedParameter>(partial_of(parameter));
+  return ops::hook_of<const DividedParameter>(parameter);
 }
 
 bool has_style(const Tensor& parameter) {
-  const auto hooks = ops::hooks_of(parameter);
-  return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {
-    return dynamic_cast<const PartialParameter*>(hook.get()) != nullptr ||
-           dynamic_cast<const SequencePart*>(hook.get()) != nullptr ||
-           dynamic_cast<const SharedLinear*>(hook.get()) != nullptr;
-  });
+  return partial_of(parameter) || ops::hook_of<SequencePart>(parameter) || ops::hook_of<SharedLinear>(parameter);
 }
 
-DividedParameter::DividedParameter(DividedFor what, Division division, const Tensor& whole, Communicator ranks)
+DividedParameter::DividedParameter(DividedFor what, Division division, const Tensor& whole, Communicator ranks,
+                                   OtherOperators see)
     : PartialParameter(std::move(ranks)),
       what_(std::move(what)),
       division_(division),
+      see_(see),
       sizes_(part_sizes(whole.sizes(), division, this->ranks())) {}
 
 std::vector<std::int64_t> DividedParameter::whole_sizes(at::IntArrayRef part) const {
@@ -246,22 +240,30 @@ void DividedParameter::warn_of_gathering(const std::string& op) const {
 }
 
 bool DividedParameter::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
-  return run_other_operator(*this, OtherOperators::on_part, call, place);
-}
-
-bool DividedLayer::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
-  return run_other_operator(*this, OtherOperators::on_whole, call, place);
+  return run_other_operator(*this, see_, call, place);
 }
 
 template <class Style>
-DividedLinear<Style>::DividedLinear(DividedFor what, const Tensor& weight, const Style& style,
+DividedWeight<Style>::DividedWeight(DividedFor what, const Tensor& weight, const Style& style, bool is_embedding,
                                     const Communicator& ranks)
-    : DividedLayer(std::move(what), division_of_linear(style), weight, ranks), weight_(weight), style_(style) {
+    : DividedParameter(std::move(what), is_embedding ? division_of_embedding(style) : division_of_linear(style), weight,
+                       ranks),
+      weight_(weight),
+      style_(style),
+      is_embedding_(is_embedding) {
   check_layouts(layer(), style);
+  if (is_embedding && !is_whole(style.input) && !is_last(style.input))
+    throw InvalidArgument(text(layer(), ": the ids of an embedding are whole; leave out `input`"));
 }
 
 template <class Style>
-bool DividedLinear<Style>::run(const ops::OperatorCall& call, std::size_t i) {
+bool DividedWeight<Style>::run(const ops::OperatorCall& call, std::size_t i) {
+  if (is_embedding_) {
+    if (call.name() != "aten::embedding" || i != 0) return false;
+    ids_.check(call.tensor(1));
+    call.finish(embed(layer(), style_, ranks(), embedding_call(call)));
+    return true;
+  }
   const auto operands = linear_call(call, i, weight_);
   if (!operands) return false;
   if (is_whole(style_.input)) inputs_.check(operands->x);
@@ -270,42 +272,22 @@ bool DividedLinear<Style>::run(const ops::OperatorCall& call, std::size_t i) {
 }
 
 template <class Style>
-bool DividedLinear<Style>::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
-  if (call.name() != "aten::embedding" || place.index != 0 || division().blocks > 1)
-    return DividedLayer::otherwise(call, place);
-  ids_.check(call.tensor(1));
-  call.finish(embed_with_linear(layer(), style_, ranks(), embedding_call(call)));
-  return true;
-}
-
-template <class Style>
-DividedEmbedding<Style>::DividedEmbedding(DividedFor what, const Tensor& weight, const Style& style,
-                                          const Communicator& ranks)
-    : DividedLayer(std::move(what), division_of_embedding(style), weight, ranks), weight_(weight), style_(style) {
-  check_layouts(layer(), style);
-  if (!is_whole(style.input) && !is_last(style.input))
-    throw InvalidArgument(text(layer(), ": the ids of an embedding are whole; leave out `input`"));
-}
-
-template <class Style>
-bool DividedEmbedding<Style>::run(const ops::OperatorCall& call, std::size_t i) {
-  if (call.name() != "aten::embedding" || i != 0) return false;
-  ids_.check(call.tensor(1));
-  call.finish(embed(layer(), style_, ranks(), embedding_call(call)));
-  return true;
-}
-
-template <class Style>
-bool DividedEmbedding<Style>::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
-  const auto operands = linear_call(call, place.index, weight_);
-  auto logits = operands ? tied_head(layer(), style_, ranks(), *operands, inputs_) : std::nullopt;
-  if (!logits) return DividedLayer::otherwise(call, place);
-  call.finish(std::move(*logits));
+bool DividedWeight<Style>::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
+  std::optional<Tensor> result;
+  if (is_embedding_) {
+    const auto operands = linear_call(call, place.index, weight_);
+    if (operands) result = tied_head(layer(), style_, ranks(), *operands, inputs_);
+  } else if (call.name() == "aten::embedding" && place.index == 0 && division().blocks == 1) {
+    ids_.check(call.tensor(1));
+    result = embed_with_linear(layer(), style_, ranks(), embedding_call(call));
+  }
+  if (!result) return DividedParameter::otherwise(call, place);
+  call.finish(std::move(*result));
   return true;
 }
 
 DividedBias::DividedBias(DividedFor what, const Tensor& bias, const ColwiseParallel& style, const Communicator& ranks)
-    : DividedLayer(std::move(what), {.dim = 0, .blocks = style.parts}, bias, ranks),
+    : DividedParameter(std::move(what), {.dim = 0, .blocks = style.parts}, bias, ranks),
       output_is_whole_(is_whole(style.output)) {}
 
 void DividedBias::before(const ops::OperatorCall& call, std::size_t i) {
@@ -315,7 +297,7 @@ void DividedBias::before(const ops::OperatorCall& call, std::size_t i) {
 
 bool DividedBias::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
   const bool is_added_to_part = !output_is_whole_ && is_part_of_outputs(call, call.tensor(place));
-  return !is_added_to_part && DividedLayer::otherwise(call, place);
+  return !is_added_to_part && DividedParameter::otherwise(call, place);
 }
 
 bool DividedBias::is_added_to_whole(const ops::OperatorCall& call, std::size_t i) const {
@@ -388,9 +370,7 @@ void DividedParameter::before(const ops::OperatorCall& call, std::size_t i) {
                              call.tensor(1).sizes(), " are loaded: load the whole before parallelize_module"));
 }
 
-template class DividedLinear<ColwiseParallel>;
-template class DividedLinear<RowwiseParallel>;
-template class DividedEmbedding<ColwiseParallel>;
-template class DividedEmbedding<RowwiseParallel>;
+template class DividedWeight<ColwiseParallel>;
+template class DividedWeight<RowwiseParallel>;
 
 }  // namespace lockstep::parallel

@@ -9,6 +9,7 @@
 
 #include "base/mutex.h"
 #include "gradient/parameter_parts.h"
+#include "gradient/tensor_map.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "ops/parameter_hook.h"
 #include "parallel/equal_gradients.h"
@@ -48,12 +49,19 @@ struct DividedFor {
   std::string style;      // such as "ColwiseParallel"
 };
 
+// How operators see a value of which each rank has a part.
+enum class OtherOperators {
+  on_whole,  // as one process does: the value is the whole one
+  on_part,   // the module is written for parts; what reduces the divided dimension is of the whole
+};
+
 // The hook of a divided parameter. The module's operators take the part of a parameter of the style Shard. Other
 // operators than a layer's own take the whole of a layer's parameter. Threads may share a hook.
 class DividedParameter : public PartialParameter {
  public:
   // `whole`: the parameter, before it is divided.
-  DividedParameter(DividedFor what, Division division, const Tensor& whole, Communicator ranks);
+  DividedParameter(DividedFor what, Division division, const Tensor& whole, Communicator ranks,
+                   OtherOperators see = OtherOperators::on_whole);
 
   const Division& division() const { return division_; }
   const std::string& layer() const { return what_.layer; }
@@ -83,42 +91,40 @@ class DividedParameter : public PartialParameter {
  private:
   const DividedFor what_;
   const Division division_;
+  const OtherOperators see_;
   const std::vector<std::int64_t> sizes_;  // of the part
   mutable Mutex mutex_;
   mutable std::set<std::string> warned_ LOCKSTEP_GUARDED_BY(mutex_);  // names of operators
-};
-
-// The hook of a layer's parameter, whose operators are known.
-class DividedLayer : public DividedParameter {
- public:
-  using DividedParameter::DividedParameter;
-  bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
 };
 
 // The hook of a parameter that is divided, or partial; null for any other.
 std::shared_ptr<const DividedParameter> division_of(const Tensor& parameter);
 std::shared_ptr<const PartialParameter> partial_of(const Tensor& parameter);
 
-// The hook of a linear layer's weight [outputs, inputs]: makes the layer's product with the part, and communicates.
-// Where no style of an embedding shares the weight, the hook also looks up its rows, as an embedding. `Style`:
-// ColwiseParallel or RowwiseParallel.
+// The hook of the weight of a linear layer [outputs, inputs], or of an embedding [ids, features]: makes the layer's
+// product, or looks up rows, with the part, and communicates. Where no style of the other kind shares the weight, the
+// hook computes that kind of layer too. That is an embedding with a linear layer's weight, or a linear layer to logits
+// with an embedding's, a tied head. `Style`: ColwiseParallel or RowwiseParallel.
 template <class Style>
-class DividedLinear final : public DividedLayer {
+class DividedWeight final : public DividedParameter {
  public:
-  DividedLinear(DividedFor what, const Tensor& weight, const Style& style, const Communicator& ranks);
+  DividedWeight(DividedFor what, const Tensor& weight, const Style& style, bool is_embedding,
+                const Communicator& ranks);
   bool run(const ops::OperatorCall& call, std::size_t i) override;
   bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
 
  private:
-  const WeakParameter weight_;
+  const gradient::WeakTensor weight_;
   const Style style_;
+  const bool is_embedding_;
+
   // The inputs of its uses as a linear layer, and as an embedding.
   const WholeInputs inputs_{layer(), ranks()}, ids_{layer(), ranks()};
 };
 
 // The hook of a column-parallel layer's bias, which is used whole where it is added to whole outputs. torch::nn::Linear
 // adds the bias by a separate operator where the input has more than two dimensions.
-class DividedBias final : public DividedLayer {
+class DividedBias final : public DividedParameter {
  public:
   DividedBias(DividedFor what, const Tensor& bias, const ColwiseParallel& style, const Communicator& ranks);
   void before(const ops::OperatorCall& call, std::size_t i) override;
@@ -127,22 +133,6 @@ class DividedBias final : public DividedLayer {
  private:
   bool is_added_to_whole(const ops::OperatorCall& call, std::size_t i) const;
   const bool output_is_whole_;
-};
-
-// The hook of an embedding's weight [ids, features]. Where no style of a linear layer shares the weight, it may also be
-// that of a linear layer to logits, a tied head.
-template <class Style>
-class DividedEmbedding final : public DividedLayer {
- public:
-  DividedEmbedding(DividedFor what, const Tensor& weight, const Style& style, const Communicator& ranks);
-  bool run(const ops::OperatorCall& call, std::size_t i) override;
-  bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
-
- private:
-  const WeakParameter weight_;
-  const Style style_;
-  // The inputs of its uses as a linear layer, and as an embedding.
-  const WholeInputs inputs_{layer(), ranks()}, ids_{layer(), ranks()};
 };
 
 // The hook of the weight of a linear layer that all ranks compute whole, and each uses for its part. Gradients of the
@@ -154,7 +144,7 @@ class SharedLinear final : public ops::ParameterHook {
 
  private:
   const std::string layer_;
-  const WeakParameter weight_;
+  const gradient::WeakTensor weight_;
   const ReplicateParallel style_;
   const Communicator ranks_;
   const WholeInputs inputs_;
@@ -179,12 +169,6 @@ class SequencePart final : public ops::ParameterHook {
 
 // True where parallelize_module, or MoE, has given the parameter a style.
 bool has_style(const Tensor& parameter);
-
-// How operators see a value of which each rank has a part.
-enum class OtherOperators {
-  on_whole,  // as one process does: the value is the whole one
-  on_part,   // the module is written for parts; what reduces the divided dimension is of the whole
-};
 
 // Prepares the call's argument at `place`: the parameter, or a view or a copy of it. Returns whether it has carried out
 // the operator. Collective where it gathers. Throws InvalidArgument for operators that it refuses.

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "gradient/tensor_map.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/watching_hook.h"
 #include "parallel/divided_parameter.h"
@@ -137,11 +138,11 @@ void watch_gradients(const Tensor& parameter, const std::string& name, const Com
   if (ranks.size() == 1) return;
   const auto backwards = std::make_shared<ComparedCalls>(ranks);
   const auto named = ranks.with_purpose(Purpose(text("comparing the gradients of ", name)));
-  const c10::weak_intrusive_ptr<c10::TensorImpl> watched(parameter.getIntrusivePtr());  // which owns the hook
+  const gradient::WeakTensor watched(parameter);  // which owns the hook
   ops::WatchingHook::add(parameter, [=](const Tensor& gradient) {
     if (!backwards->next_is_one()) return;
     const auto leaf = watched.lock();
-    if (!leaf || has_style(Tensor(leaf))) return;  // a later parallelize_module has divided it
+    if (!leaf.defined() || has_style(leaf)) return;  // a later parallelize_module has divided it
     check_equal_gradients(gradient, named, text("of ", name, ", which all ranks have whole,"));
   });
 }

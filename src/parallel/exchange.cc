@@ -66,8 +66,7 @@ struct Exchanged : torch::autograd::Function<Exchanged> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list& gradients) {
-    const auto of_forward = communicator_in(context->saved_data["ranks"]);
-    const auto ranks = of_forward.with_purpose(collective::backward_of(of_forward.purpose()));
+    const auto ranks = ranks_of_backward(context->saved_data["ranks"]);
     const auto forward = static_cast<Exchange>(context->saved_data["forward"].toInt());
     const auto backward = static_cast<Exchange>(context->saved_data["backward"].toInt());
     const auto dim = context->saved_data["dim"].toInt();
@@ -80,8 +79,9 @@ struct Exchanged : torch::autograd::Function<Exchanged> {
 
 c10::IValue capsule(const Communicator& ranks) { return c10::IValue::make_capsule(c10::make_intrusive<Ranks>(ranks)); }
 
-Communicator communicator_in(const c10::IValue& capsule) {
-  return c10::static_intrusive_pointer_cast<Ranks>(capsule.toCapsule())->communicator;
+Communicator ranks_of_backward(const c10::IValue& capsule) {
+  const auto held = c10::static_intrusive_pointer_cast<Ranks>(capsule.toCapsule());
+  return held->communicator.with_purpose(collective::backward_of(held->communicator.purpose()));
 }
 
 Tensor part_of(const Tensor& x, std::int64_t dim, int rank, int ranks) {

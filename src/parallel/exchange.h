@@ -27,9 +27,10 @@ Tensor exchange(Tensor x, const Communicator& ranks, Exchange what, std::int64_t
 // A rank's equal part along a dimension: a view.
 Tensor part_of(const Tensor& x, std::int64_t dim, int rank, int ranks);
 
-// A Communicator in the saved_data of an autograd function.
+// A Communicator in the saved_data of an autograd function, and the same ranks for the function's backward, whose calls
+// say so.
 c10::IValue capsule(const Communicator& ranks);
-Communicator communicator_in(const c10::IValue& capsule);
+Communicator ranks_of_backward(const c10::IValue& capsule);
 
 // Tells modules that a forward is one of recompute. True in this thread during the first forward of recompute, of which
 // no graph is kept, and during the second one, in backward. Tensors that such a forward leaves in the module's members

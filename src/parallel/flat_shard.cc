@@ -3,12 +3,11 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <unordered_map>
 #include <utility>
 
-#include "base/mutex.h"
 #include "base/text.h"
 #include "collective/backend.h"
+#include "gradient/tensor_map.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/parameter_hook.h"
@@ -63,22 +62,10 @@ struct KnownShard {
   std::shared_ptr<const PartialParameter> of;
 };
 
-struct KnownShards {
-  Mutex mutex;
-  std::unordered_map<const at::TensorImpl*, KnownShard> shards LOCKSTEP_GUARDED_BY(mutex);
-};
-
 // Never destroyed: an object of static storage may end later.
-KnownShards& known_shards() {
-  static auto* const all = new KnownShards;
+gradient::TensorMap<KnownShard>& known_shards() {
+  static auto* const all = new gradient::TensorMap<KnownShard>;
   return *all;
-}
-
-std::optional<KnownShard> known(const Tensor& tensor) {
-  auto& all = known_shards();
-  const MutexLock lock(all.mutex);
-  const auto found = all.shards.find(tensor.unsafeGetTensorImpl());
-  return found == all.shards.end() ? std::nullopt : std::optional(found->second);
 }
 
 }  // namespace
@@ -149,15 +136,14 @@ Tensor FlatShard::on_host(const Tensor& flat) const {
   return flat.is_cpu() ? flat : host_memory(flat.numel(), flat.scalar_type()).copy_(flat);
 }
 
-// Returns the place of the parameter's shard in this rank's part.
-FlatShard::Place FlatShard::own_place(std::size_t i) const {
+Tensor FlatShard::own_piece(const Tensor& part, std::size_t i) const {
   const auto own = gradient::shard_of(ownership_->own().owned(), i);
-  return {own.count > 0 ? layout_.places()[i].begin + own.begin - part_ * ranks_.rank() : 0, own.count};
+  return piece(part, own.count > 0 ? layout_.places()[i].begin + own.begin - part_ * ranks_.rank() : 0, {own.count});
 }
 
 // This rank's part, where its shards lie now. It begins with the first of them that has elements.
 const Tensor& FlatShard::own() {
-  auto first = std::find_if(shards_.begin(), shards_.end(), [](const auto& shard) { return shard.numel() > 0; });
+  auto first = std::ranges::find_if(shards_, [](const auto& shard) { return shard.numel() > 0; });
   if (first == shards_.end() && !shards_.empty()) first = shards_.end() - 1;
   if (first == shards_.end()) return own_;  // which `bind` has not divided yet
   auto* const memory =
@@ -182,8 +168,7 @@ void FlatShard::bind() {
     view->set_sizes_contiguous(parameter.sizes());
     parameter.set_data(at::Tensor(std::move(view)));
     parameter.mutable_grad() = Tensor();
-    const auto own = own_place(i);
-    shards_.push_back(piece(own_, own.offset, {own.numel}));
+    shards_.push_back(own_piece(own_, i));
     shards_.back().set_requires_grad(parameter.requires_grad());
   }
 }
@@ -308,8 +293,7 @@ void FlatShard::reduce_gradients() {
     if (!taken_[i]) piece(gradients_, layout_.places()[i].begin, {layout_.places()[i].numel}).zero_();
   }
   // Gradients of an earlier backward lie in the memory for sums.
-  const bool accumulates =
-      std::any_of(shards_.begin(), shards_.end(), [](const auto& shard) { return shard.grad().defined(); });
+  const bool accumulates = std::ranges::any_of(shards_, [](const auto& shard) { return shard.grad().defined(); });
   if (!memory_for_sums_.defined())
     memory_for_sums_ = own_.is_cpu() ? exact(part_, precision_.summed) : host_memory(part_, precision_.summed);
   sums_ = accumulates ? at::empty_like(memory_for_sums_) : memory_for_sums_;
@@ -323,9 +307,8 @@ void FlatShard::set_gradients(const std::vector<bool>& taken_by_any) {
   const at::NoGradGuard no_gradient;
   const auto sums = sums_.to(own_.options());
   for (std::size_t i = 0; i < shards_.size(); ++i) {
-    const auto own = own_place(i);
-    if (own.numel == 0 || !taken_by_any[i] || !shards_[i].requires_grad()) continue;
-    const auto sum = piece(sums, own.offset, {own.numel});
+    if (shards_[i].numel() == 0 || !taken_by_any[i] || !shards_[i].requires_grad()) continue;
+    const auto sum = own_piece(sums, i);
     auto& gradient = shards_[i].mutable_grad();
     gradient = gradient.defined() ? gradient.add_(sum) : sum;
   }
@@ -334,31 +317,25 @@ void FlatShard::set_gradients(const std::vector<bool>& taken_by_any) {
 }
 
 void know_shard(const Tensor& shard, const Communicator& ranks, std::shared_ptr<const PartialParameter> of) {
-  auto& all = known_shards();
-  const MutexLock lock(all.mutex);
-  all.shards.insert_or_assign(shard.unsafeGetTensorImpl(), KnownShard{ranks, std::move(of)});
+  known_shards().set(shard, {ranks, std::move(of)});
 }
 
-void forget_shard(const Tensor& shard) {
-  auto& all = known_shards();
-  const MutexLock lock(all.mutex);
-  all.shards.erase(shard.unsafeGetTensorImpl());
-}
+void forget_shard(const Tensor& shard) { known_shards().erase(shard); }
 
 bool any_is_shard(const std::vector<Tensor>& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](const auto& tensor) { return known(tensor).has_value(); });
+  return std::ranges::any_of(tensors, [](const auto& tensor) { return known_shards().find(tensor).has_value(); });
 }
 
 bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ranks) {
   const auto group = ranks.group().shared_backend();
-  return std::any_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
-    const auto shard = known(tensor);
+  return std::ranges::any_of(tensors, [&](const auto& tensor) {
+    const auto shard = known_shards().find(tensor);
     return shard && shard->ranks.group().shared_backend() == group;
   });
 }
 
 std::shared_ptr<const PartialParameter> partial_of_shard(const Tensor& tensor) {
-  const auto shard = known(tensor);
+  const auto shard = known_shards().find(tensor);
   return shard ? shard->of : nullptr;
 }
 

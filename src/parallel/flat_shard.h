@@ -89,14 +89,10 @@ class FlatShard {
   void set_gradients(const std::vector<bool>& taken_by_any);
 
  private:
-  struct Place {
-    std::int64_t offset = 0, numel = 0;
-  };
-
   void run(Call call, const Communicator& among, Purpose purpose) const;
   void prepare_gather();
   void bind();
-  Place own_place(std::size_t i) const;
+  Tensor own_piece(const Tensor& part, std::size_t i) const;  // parameter i's shard, of this rank's part
   Tensor whole_flat(at::ScalarType dtype, at::Device device) const;
   Tensor host_memory(std::int64_t elements, at::ScalarType dtype) const;
   Tensor on_host(const Tensor& flat) const;

@@ -17,62 +17,55 @@ namespace lockstep {
 
 using parallel::FlatShard;
 
-struct FullyShardedParameters::State {
-  std::shared_ptr<parallel::ShardedUnits> units;
-};
-
 FullyShardedParameters::FullyShardedParameters(const Communicator& ranks, FullyShardOptions options)
-    : state_(std::make_unique<State>(State{std::make_shared<parallel::ShardedUnits>(ranks, std::move(options))})) {
-  state_->units->count_writes();
+    : units_(std::make_shared<parallel::ShardedUnits>(ranks, std::move(options))) {
+  units_->count_writes();
 }
-FullyShardedParameters::~FullyShardedParameters() = default;
-FullyShardedParameters::FullyShardedParameters(FullyShardedParameters&&) noexcept = default;
 
 void FullyShardedParameters::add(torch::nn::Module& module, const std::string& name, bool keep) {
-  state_->units->add(module, name, keep);
+  units_->add(module, name, keep);
 }
-const std::vector<Tensor>& FullyShardedParameters::parameters() const { return state_->units->shards(); }
-void FullyShardedParameters::add_examples(double examples) { state_->units->add_examples(examples); }
-void FullyShardedParameters::release() { state_->units->release(); }
-void FullyShardedParameters::expect_forwards() { state_->units->expect_forwards(); }
+const std::vector<Tensor>& FullyShardedParameters::parameters() const { return units_->shards(); }
+void FullyShardedParameters::add_examples(double examples) { units_->add_examples(examples); }
+void FullyShardedParameters::release() { units_->release(); }
+void FullyShardedParameters::expect_forwards() { units_->expect_forwards(); }
 
 internal::RecordedForward FullyShardedParameters::begin_forward(std::optional<double> examples) {
   release();
-  return {state_->units->weights(), examples};
+  return {units_->weights(), examples};
 }
 
 double FullyShardedParameters::clip_grad_norm(double max_norm, const Communicator& stages) {
   parallel::check_max_norm(max_norm);
   const at::NoGradGuard no_gradient;
-  parallel::GradientNorm squares;
-  state_->units->for_each_flat_shard([&](const FlatShard& flat) {
-    for (std::size_t i = 0; i < flat.parameters().size(); ++i) {
-      squares.add(flat.parameters()[i], flat.shard(i).grad());
-    }
+  std::vector<std::pair<Tensor, Tensor>> gradients;
+  units_->for_each_flat_shard([&](const FlatShard& flat) {
+    for (std::size_t i = 0; i < flat.parameters().size(); ++i)
+      gradients.emplace_back(flat.parameters()[i], flat.shard(i).grad());
   });
-  const auto norm = squares.over(state_->units->ranks(), stages);
+  const auto norm = parallel::norm_of(gradients, units_->ranks(), stages);
   const auto factor = parallel::clip_factor(norm, max_norm);
   for (const auto& shard : parameters()) {
     if (factor != 1 && shard.grad().defined()) shard.mutable_grad().mul_(factor);
   }
-  state_->units->note_gradients();
+  units_->note_gradients();
   return norm;
 }
 
 std::map<std::string, Tensor> FullyShardedParameters::gather() const {
   const at::NoGradGuard no_gradient;
   std::map<std::string, Tensor> values;
-  state_->units->release();
-  state_->units->for_each_flat_shard([&](FlatShard& flat) {
+  units_->release();
+  units_->for_each_flat_shard([&](FlatShard& flat) {
     const auto of_flat = flat.gather_values();
-    for (std::size_t i = 0; state_->units->ranks().rank() == 0 && i < of_flat.size(); ++i)
+    for (std::size_t i = 0; units_->ranks().rank() == 0 && i < of_flat.size(); ++i)
       values[flat.names()[i]] = of_flat[i];
   });
   return values;
 }
 
 void FullyShardedParameters::load(const std::map<std::string, Tensor>& values) {
-  const auto& units = *state_->units;
+  const auto& units = *units_;
   const bool has_values = units.ranks().rank() == 0 && units.replicas().rank() == 0;
   std::string wrong;
   std::vector<std::vector<Tensor>> of_flat;
@@ -92,7 +85,7 @@ void FullyShardedParameters::load(const std::map<std::string, Tensor>& values) {
   });
   wrong = units.replicas().broadcast(units.ranks().broadcast(wrong));
   if (!wrong.empty()) throw InvalidArgument(wrong);
-  state_->units->release();
+  units_->release();
   std::size_t next = 0;
   units.for_each_flat_shard([&](FlatShard& flat) { flat.set_values(of_flat[next++]); });
 }

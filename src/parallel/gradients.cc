@@ -67,28 +67,31 @@ void sum_gradients(const std::vector<Tensor>& parameters, const Communicator& ra
   sum_over(ranks, gradients, kSums);
 }
 
-void GradientNorm::add(const Tensor& parameter, const Tensor& gradient) {
-  if (is_tied_copy(parameter)) return;
-  auto* parts = parts_.data();
-  if (const auto partial = partial_of(parameter)) {
-    const auto* const backend = partial->ranks().group().shared_backend().get();
-    const auto found = std::find_if(parts_.begin() + 1, parts_.end(), [&](const auto& each) {
-      return each.ranks.group().shared_backend().get() == backend;
-    });
-    parts = found != parts_.end() ? &*found : &parts_.emplace_back(Parts{partial->ranks()});
+double norm_of(const std::vector<std::pair<Tensor, Tensor>>& gradients, const Communicator& shards,
+               const Communicator& stages) {
+  std::vector<Communicator> holders(1);  // of the other parts; the first for parameters that are not divided
+  std::vector<double> squares(1);        // [holders]
+  for (const auto& [parameter, gradient] : gradients) {
+    if (is_tied_copy(parameter)) continue;
+    std::size_t i = 0;
+    if (const auto partial = partial_of(parameter)) {
+      const auto is_same = [&](const auto& ranks) {
+        return ranks.group().shared_backend() == partial->ranks().group().shared_backend();
+      };
+      i = static_cast<std::size_t>(std::find_if(holders.begin() + 1, holders.end(), is_same) - holders.begin());
+      if (i == holders.size()) {
+        holders.push_back(partial->ranks());
+        squares.push_back(0);
+      }
+    }
+    if (!gradient.defined()) continue;
+    const auto norm = gradient.norm(2, at::kDouble).item<double>();
+    squares[i] += norm * norm;
   }
-  if (!gradient.defined()) return;
-  const auto norm = gradient.norm(2, at::kDouble).item<double>();
-  parts->squares += norm * norm;
-}
-
-double GradientNorm::over(const Communicator& shards, const Communicator& stages) const {
-  std::vector<double> squares;
-  for (const auto& parts : parts_) squares.push_back(parts.squares);
   shards.sum(squares);
   double sum = 0;
-  for (std::size_t i = 0; i < parts_.size(); ++i) {
-    parts_[i].ranks.sum({&squares[i], 1});
+  for (std::size_t i = 0; i < holders.size(); ++i) {
+    holders[i].sum({&squares[i], 1});
     sum += squares[i];
   }
   stages.sum({&sum, 1});
@@ -206,10 +209,10 @@ double clip_grad_norm(const std::vector<Tensor>& parameters, double max_norm, co
   if (parallel::any_is_shard(parameters))
     throw InvalidArgument("clip_grad_norm: use FullyShardedParameters::clip_grad_norm for its parameters");
   const at::NoGradGuard no_gradient;
-  parallel::GradientNorm squares;
   const auto unique = parallel::unique(parameters);
-  for (const auto& parameter : unique) squares.add(parameter, parameter.grad());
-  const auto norm = squares.over({}, stages);
+  std::vector<std::pair<Tensor, Tensor>> gradients;
+  for (const auto& parameter : unique) gradients.emplace_back(parameter, parameter.grad());
+  const auto norm = parallel::norm_of(gradients, {}, stages);
   const auto factor = parallel::clip_factor(norm, max_norm);
   for (const auto& parameter : unique) {
     if (factor != 1 && parameter.grad().defined()) parameter.mutable_grad().mul_(factor);

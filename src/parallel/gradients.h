@@ -1,6 +1,7 @@
 // The gradients of a model that is split over ranks: their sums after backward, and their norm.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "lockstep/collective/communicator.h"
@@ -15,24 +16,11 @@ void sum_gradients(const std::vector<Tensor>& parameters, const Communicator& ra
 // True where the ranks have different parts of the parameter, each with the gradient of all ranks' losses.
 bool is_divided_among(const Tensor& parameter, const Communicator& ranks);
 
-class GradientNorm {
- public:
-  // Adds the gradient, or this rank's part of it, which may be undefined; all ranks that have parts add them in the
-  // same order.
-  void add(const Tensor& parameter, const Tensor& gradient);
-
-  // Collective: over the ranks that have the other parts of shards, of divided parameters, and the other stages.
-  double over(const Communicator& shards, const Communicator& stages) const;
-
- private:
-  // The sum of squares of parameters whose other parts `ranks` have.
-  struct Parts {
-    Communicator ranks;
-    double squares = 0;
-  };
-
-  std::vector<Parts> parts_{{}};  // the first of parameters that are not divided
-};
+// The norm of the whole model's gradients. `gradients`: of each parameter, or this rank's part, which may be undefined;
+// all ranks that have parts give them in the same order. Collective: over the ranks that have the other parts of
+// shards, of divided parameters, and the other stages.
+double norm_of(const std::vector<std::pair<Tensor, Tensor>>& gradients, const Communicator& shards,
+               const Communicator& stages);
 
 // Returns each parameter once: modules list a parameter under each of its names.
 std::vector<Tensor> unique(const std::vector<Tensor>& parameters);

@@ -4,14 +4,15 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/module.h>
 
-#include <map>
+#include <algorithm>
 #include <typeinfo>
 
 #include "base/text.h"
+#include "gradient/parameter_parts.h"
 #include "parallel/gradients.h"
 #include "parallel/mesh_backend.h"
+#include "parallel/pipeline_run.h"
 #include "parallel/plan_entries.h"
-#include "parallel/split_linear.h"
 
 namespace lockstep::parallel {
 
@@ -27,75 +28,38 @@ std::string identity(const torch::nn::Module& module, const Tensor& x, const Ten
     lines += text(each.key(), " ", typeid(part).name(), "\n");
   }
   for (const auto& each : layer->named_parameters()) {
-    lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(),
-                  each.value().requires_grad() ? "" : " frozen", "\n");
+    lines += gradient::description_line(each.key(), each.value());
   }
   for (const auto& entry : entries) lines += entry.first + "\n";
   return lines;
 }
 
-class KindFinder {
- public:
-  KindFinder(const MeasureInput& input, int tensor) : input_(input), tensor_(tensor) {}
-
-  LayerKinds find() && {
-    try {
-      pass_all();
-    } catch (const std::exception& error) {
-      if (tensor_ == 1) throw;
-      return {.refused = first_line(error)};
-    }
-    if (tensor_ > 1) check_all_used(input_.options.tensor, used_, "plan_parallel");
-    return std::move(found_);
+// The kind of layer `i`, divided over the ranks; `x` becomes the layer's output. Adds the patterns of the tensor plan
+// that match something in the layer to `used`.
+LayerKind kind_of(const MeasureInput& input, std::size_t i, const Communicator& ranks, std::set<std::string>& used,
+                  Tensor& x) {
+  const auto module = input.layers[i].make();
+  LayerKind kind{.layer = i, .sample = x};
+  if (ranks.size() > 1) {
+    kind.entries = entries_for(*module, input.options.tensor, used);
+    parallelize_module(*module, ranks, kind.entries);
   }
-
- private:
-  void pass_all() {
-    const at::NoGradGuard no_gradient;
-    auto x = input_.x.narrow(0, 0, input_.fewest_examples);
-    for (std::size_t i = 0; i < input_.layers.size(); ++i) x = pass(i, x);
+  x = input.layers[i].forward(*module, x);
+  if (!x.is_floating_point()) {
+    throw InvalidArgument(text("plan_parallel: the output of layer ", i, " is of ", x.scalar_type(),
+                               "; it must be floating-point, or no gradient could come back"));
   }
-
-  // Returns the layer's output.
-  Tensor pass(std::size_t i, const Tensor& x) {
-    const auto module = input_.layers[i].make();
-    const auto entries = tensor_ == 1 ? ParallelPlan() : entries_for(*module, input_.options.tensor, used_);
-    if (tensor_ > 1) parallelize_module(*module, rehearsal_.ranks(), entries);
-    const auto output = input_.layers[i].forward(*module, x);
-    if (!output.is_floating_point()) {
-      throw InvalidArgument(text("plan_parallel: the output of layer ", i, " is of ", output.scalar_type(),
-                                 "; it must be floating-point, or no gradient could come back"));
-    }
-    // The first layer's input needs no gradient, and the last one has the loss.
-    const auto key = text(i == 0, input_.is_last(i), " ", identity(*module, x, output, entries));
-    const auto [number, is_new] = numbers_.try_emplace(key, found_.kinds.size());
-    found_.of_layers.push_back(number->second);
-    if (is_new) {
-      LayerKind kind{.layer = i, .entries = entries, .sample = x};
-      for (const auto& each : unique(module->parameters())) {
-        const auto bytes = static_cast<double>(each.nbytes());
-        kind.parameter_bytes += bytes;
-        if (each.requires_grad()) kind.trained_bytes += bytes;
-      }
-      found_.kinds.push_back(std::move(kind));
-    }
-    return output;
+  // The first layer's input needs no gradient, and the last one has the loss.
+  kind.identity = text(i == 0, input.is_last(i), " ", identity(*module, kind.sample, x, kind.entries));
+  for (const auto& each : unique(module->parameters())) {
+    const auto bytes = static_cast<double>(each.nbytes());
+    kind.parameter_bytes += bytes;
+    if (each.requires_grad()) kind.trained_bytes += bytes;
   }
-
-  const MeasureInput& input_;
-  const int tensor_;
-  const Rehearsal rehearsal_{tensor_};
-  std::set<std::string> used_;  // patterns of the tensor plan
-  LayerKinds found_;
-  std::map<std::string, std::size_t> numbers_;
-};
+  return kind;
+}
 
 }  // namespace
-
-std::string first_line(const std::exception& error) {
-  const std::string all = error.what();
-  return all.substr(0, all.find('\n'));
-}
 
 Tensor LayerKind::input(const MeasureInput& of, std::int64_t examples) const {
   if (layer == 0) return of.x.narrow(0, 0, examples);
@@ -111,19 +75,31 @@ double LayerKinds::parameter_bytes() const {
   return sum;
 }
 
-LayerKinds find_kinds(const MeasureInput& input, int tensor) { return KindFinder(input, tensor).find(); }
-
-struct LayerTrial::Backward {
-  WeightGradients weights;
-};
+LayerKinds find_kinds(const MeasureInput& input, int tensor) {
+  const at::NoGradGuard no_gradient;
+  const Rehearsal rehearsal(tensor);
+  std::set<std::string> used;
+  LayerKinds found;
+  try {
+    auto x = input.x.narrow(0, 0, input.fewest_examples);
+    for (std::size_t i = 0; i < input.layers.size(); ++i) {
+      auto kind = kind_of(input, i, rehearsal.ranks(), used, x);
+      const auto same =
+          std::ranges::find_if(found.kinds, [&](const auto& other) { return other.identity == kind.identity; });
+      found.of_layers.push_back(static_cast<std::size_t>(same - found.kinds.begin()));
+      if (same == found.kinds.end()) found.kinds.push_back(std::move(kind));
+    }
+  } catch (const std::exception& error) {
+    if (tensor == 1) throw;
+    return {.refused = first_line(error)};
+  }
+  if (tensor > 1) check_all_used(input.options.tensor, used, "plan_parallel");
+  return found;
+}
 
 LayerTrial::LayerTrial(const PipelineStage& stage, const ParallelPlan& entries, Sharding sharding,
-                       const TrialGroups& groups)
-    : stage_(stage),
-      sharding_(sharding),
-      tensor_(groups.tensor),
-      module_(stage.make()),
-      backward_(std::make_unique<Backward>()) {
+                       const Communicator& tensor, const Communicator& data)
+    : stage_(stage), sharding_(sharding), tensor_(tensor), module_(stage.make()) {
   if (tensor_.size() > 1) parallelize_module(*module_, tensor_, entries);
   parameters_ = unique(module_->parameters());
   for (const auto& parameter : parameters_) {
@@ -131,12 +107,10 @@ LayerTrial::LayerTrial(const PipelineStage& stage, const ParallelPlan& entries, 
   }
   std::erase_if(parameters_, [](const auto& parameter) { return !parameter.requires_grad(); });
   if (sharding == Sharding::none) return;
-  sharded_.emplace(groups.data, FullyShardOptions{.reshard_after_forward = sharding == Sharding::parameters});
+  sharded_.emplace(data, FullyShardOptions{.reshard_after_forward = sharding == Sharding::parameters});
   sharded_->add(*module_, "layer");
   parameters_ = sharded_->parameters();
 }
-
-LayerTrial::~LayerTrial() = default;
 
 void LayerTrial::forward(const Tensor& x) { output_ = last_ = stage_.forward(*module_, x); }
 
@@ -152,13 +126,12 @@ void LayerTrial::reshard() {
 void LayerTrial::backward_input() {
   if (!last_.requires_grad()) return;
   const auto gradient = last_.dim() == 0 ? Tensor() : at::ones_like(last_);
-  std::optional<WeightGradients::Collect> collect;
-  if (!sharded_) collect.emplace(backward_->weights);
+  const auto leaving = leave_weights_to(sharded_ ? nullptr : weights_);
   torch::autograd::backward({last_}, {gradient});
   output_ = last_ = Tensor();
 }
 
-void LayerTrial::backward_weight() { backward_->weights.compute(); }
+void LayerTrial::backward_weight() { weights_->compute(); }
 
 void LayerTrial::zero_grad() const {
   for (const auto& parameter : parameters_) parameter.mutable_grad() = Tensor();

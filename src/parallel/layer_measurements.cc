@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 
 #include "base/median.h"
 #include "base/text.h"
@@ -22,26 +21,12 @@ constexpr double kFewestRounds = 1, kMostRounds = 12;
 constexpr double kRate = 1e-3;                // of an optimizer whose result nobody uses
 constexpr double kMostOtherBytes = 64 << 20;  // more than processors' caches have
 
-// A Group of the division: of ranks that are there, or rehearsed.
-struct TrialGroup {
-  Communicator ranks = {};
-  std::unique_ptr<Rehearsal> rehearsal = {};
-
-  static TrialGroup real(Communicator ranks) { return {.ranks = std::move(ranks)}; }
-  static TrialGroup rehearsed(int count) {
-    auto rehearsal = std::make_unique<Rehearsal>(count);
-    auto ranks = rehearsal->ranks();
-    return {std::move(ranks), std::move(rehearsal)};
-  }
-
-  // The seconds that communication since the last call would have taken; 0 where the ranks did communicate.
-  double seconds(MeasuredLinks& links) const {
-    double sum = 0;
-    if (rehearsal == nullptr) return sum;
-    for (const auto& [kind, bytes] : rehearsal->take()) sum += links.collective(kind).at(bytes, ranks.size());
-    return sum;
-  }
-};
+// The seconds that the communication that was rehearsed since the last call would have taken.
+double rehearsed_seconds(Rehearsal& rehearsal, MeasuredLinks& links) {
+  double sum = 0;
+  for (const auto& [kind, bytes] : rehearsal.take()) sum += links.collective(kind).at(bytes, rehearsal.ranks().size());
+  return sum;
+}
 
 void run_forward(LayerTrial& trial, const MeasureInput& input, const LayerKind& kind, std::int64_t examples,
                  const Tensor& x) {
@@ -91,7 +76,7 @@ class TimedTrial {
     std::vector<double> seconds;
     for (int round = 0; round < kUpdateRounds; ++round) {
       pass_others();
-      seconds.push_back(timed([&] {
+      seconds.push_back(seconds_of([&] {
         if (optimizer != nullptr) optimizer->step();
       }));
     }
@@ -103,13 +88,6 @@ class TimedTrial {
  private:
   static constexpr int kUpdateRounds = 5;
 
-  template <class Act>
-  static double timed(const Act& act) {
-    const auto start = Deadline::Clock::now();
-    act();
-    return std::chrono::duration<double>(Deadline::Clock::now() - start).count();
-  }
-
   // Reads and writes memory, as other layers do between two calls of this one; then all ranks go on at once.
   void pass_others() const {
     if (others_.numel() > 0) others_.add_(1);
@@ -119,12 +97,12 @@ class TimedTrial {
   std::array<double, 3> run(std::int64_t examples, const Tensor& x, const std::function<void()>& between) {
     std::array<double, 3> seconds{};
     pass_others();
-    seconds[0] = timed([&] { run_forward(trial_, input_, kind_, examples, x); });
+    seconds[0] = seconds_of([&] { run_forward(trial_, input_, kind_, examples, x); });
     between();
     trial_.reshard();
     pass_others();
-    seconds[1] = timed([&] { trial_.backward_input(); });
-    seconds[2] = timed([&] { trial_.backward_weight(); });
+    seconds[1] = seconds_of([&] { trial_.backward_input(); });
+    seconds[2] = seconds_of([&] { trial_.backward_weight(); });
     return seconds;
   }
 
@@ -211,7 +189,7 @@ void LayerMeasurements::count_bytes(const LayerKinds& kinds, int tensor, Measure
     auto next = counted.begin();
     for (const auto& kind : kinds.kinds) {
       const Rehearsal group(tensor);
-      LayerTrial trial(input_.layers[kind.layer], kind.entries, Sharding::none, {group.ranks(), {}});
+      LayerTrial trial(input_.layers[kind.layer], kind.entries, Sharding::none, group.ranks(), {});
       const auto own = bytes_of_trial(kind, {.tensor = tensor});
       double last = 0, of = 1;  // activations of the last count, for so many examples
       for (const auto count : measured.examples) {
@@ -242,25 +220,24 @@ void LayerMeasurements::time(const LayerDivision& division) {
   const auto& found = kinds_.at(division.tensor);
   if (!found.refused.empty()) return;
   const bool has_tensor = links_.has(division.tensor), has_all = links_.has(division.tensor * division.shards);
-  const auto tensor =
-      has_tensor ? TrialGroup::real(links_.group(division.tensor, 1)) : TrialGroup::rehearsed(division.tensor);
-  const auto data = has_all ? TrialGroup::real(links_.group(division.shards, links_.all().size() / division.shards))
-                            : TrialGroup::rehearsed(division.shards);
+  Rehearsal of_tensor(division.tensor), of_data(division.shards);  // unused where the ranks do communicate
+  const auto tensor = has_tensor ? links_.group(division.tensor, 1) : of_tensor.ranks();
+  const auto data = has_all ? links_.group(division.shards, links_.all().size() / division.shards) : of_data.ranks();
   auto& measured = measured_.at(division);
   measured.is_computed = !has_tensor || !has_all;
-  const auto communicated = [&] { return tensor.seconds(links_) + data.seconds(links_); };
-  for (std::size_t i = 0; i < found.kinds.size(); ++i)
-    time_kind(division, i, measured, communicated, {tensor.ranks, data.ranks});
+  const auto communicated = [&] { return rehearsed_seconds(of_tensor, links_) + rehearsed_seconds(of_data, links_); };
+  for (std::size_t i = 0; i < found.kinds.size(); ++i) time_kind(division, i, measured, communicated, tensor, data);
 }
 
 void LayerMeasurements::time_kind(const LayerDivision& division, std::size_t number, Measured& measured,
-                                  const std::function<double()>& communicated, const TrialGroups& groups) const {
+                                  const std::function<double()>& communicated, const Communicator& tensor,
+                                  const Communicator& data) const {
   const auto& found = kinds_.at(division.tensor);
   const auto& kind = found.kinds[number];
   auto& profile = measured.profiles[number];
   const auto other_floats = static_cast<std::int64_t>(std::min(kMostOtherBytes, found.parameter_bytes()) / 4);
   const auto others = at::zeros({other_floats}, at::kFloat);
-  LayerTrial trial(input_.layers[kind.layer], kind.entries, division.sharding, groups);
+  LayerTrial trial(input_.layers[kind.layer], kind.entries, division.sharding, tensor, data);
   TimedTrial timed(input_, kind, trial, links_.all(), others);
   const auto& counted = measured_.at({.tensor = division.tensor}).profiles[number].bytes;
   for (const auto count : measured.examples) {

@@ -14,6 +14,7 @@
 #include "lockstep/parallel/plan.h"
 #include "parallel/choose_split.h"
 #include "parallel/measure_links.h"
+#include "parallel/split_linear.h"
 
 namespace lockstep::parallel {
 
@@ -30,9 +31,10 @@ struct MeasureInput {
 };
 
 struct LayerKind {
-  std::size_t layer = 0;  // the first of this kind
-  ParallelPlan entries;   // of the tensor plan
-  Tensor sample;          // its input for the fewest examples
+  std::size_t layer = 0;      // the first of this kind
+  ParallelPlan entries = {};  // of the tensor plan
+  Tensor sample;              // its input for the fewest examples
+  std::string identity = {};  // layers with the same one cost the same
   double parameter_bytes = 0;
   double trained_bytes = 0;  // of those that are not frozen
 
@@ -53,20 +55,13 @@ struct LayerKinds {
 // a layer whose output is not floating-point; on one rank also what a layer throws.
 LayerKinds find_kinds(const MeasureInput& input, int tensor);
 
-// The first line of what an exception says: LibTorch's go on with their stacks.
-std::string first_line(const std::exception& error);
-
 // One layer of a model, made for a division, and run as a stage of a Pipeline runs it.
-struct TrialGroups {
-  Communicator tensor;
-  Communicator data;  // of sharding
-};
-
 class LayerTrial {
  public:
-  // Collective over the groups. `stage`: makes the layer, called by its number; `entries` are those for it.
-  LayerTrial(const PipelineStage& stage, const ParallelPlan& entries, Sharding sharding, const TrialGroups& groups);
-  ~LayerTrial();
+  // Collective over the ranks. `stage`: makes the layer, called by its number; `entries` are those for it. `tensor` and
+  // `data`: the ranks of parallelize_module, and of sharding.
+  LayerTrial(const PipelineStage& stage, const ParallelPlan& entries, Sharding sharding, const Communicator& tensor,
+             const Communicator& data);
 
   // Computes forward, and the loss where it is given, and keeps the graph for `backward`.
   void forward(const Tensor& x);
@@ -85,8 +80,6 @@ class LayerTrial {
   const std::vector<Tensor>& parameters() const { return parameters_; }
 
  private:
-  struct Backward;
-
   const PipelineStage stage_;
   const Sharding sharding_;
   const Communicator tensor_;
@@ -94,7 +87,7 @@ class LayerTrial {
   std::optional<FullyShardedParameters> sharded_;
   std::vector<Tensor> parameters_;  // as optimizers get them
   Tensor output_, last_;
-  std::unique_ptr<Backward> backward_;
+  const std::shared_ptr<WeightGradients> weights_ = std::make_shared<WeightGradients>();
 };
 
 // Every call is collective over the ranks that measure.
@@ -122,7 +115,8 @@ class LayerMeasurements {
   LayerKinds find(int tensor) const;
   void count_bytes(const LayerKinds& kinds, int tensor, Measured& measured) const;
   void time_kind(const LayerDivision& division, std::size_t kind, Measured& measured,
-                 const std::function<double()>& communicated, const TrialGroups& groups) const;
+                 const std::function<double()>& communicated, const Communicator& tensor,
+                 const Communicator& data) const;
   std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<Tensor>& parameters) const;
 
   const MeasureInput& input_;

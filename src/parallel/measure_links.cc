@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 
 #include "base/median.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -17,10 +16,6 @@ namespace {
 constexpr std::array<std::int64_t, 7> kSizes{1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25};
 constexpr double kLongSeconds = 0.1;  // larger sizes than one that takes so long follow from it
 constexpr int kLinkRuns = 9;
-
-double seconds_since(Deadline::Clock::time_point start) {
-  return std::chrono::duration<double>(Deadline::Clock::now() - start).count();
-}
 
 Tensor values(double bytes) { return at::ones({static_cast<std::int64_t>(bytes) / 4}, at::kFloat); }
 
@@ -45,9 +40,7 @@ LinkTimes MeasuredLinks::measure(int ranks, const Prepare& prepare) const {
     std::vector<double> runs;
     for (int i = 0; i < kLinkRuns; ++i) {
       all_.group().barrier(all_.deadline());
-      const auto start = Deadline::Clock::now();
-      act();
-      runs.push_back(seconds_since(start));
+      runs.push_back(seconds_of(act));
     }
     double mean = median(std::move(runs));
     all_.sum({&mean, 1});

@@ -1,14 +1,22 @@
 // How long ranks take to send and to reduce.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <map>
-#include <vector>
 
 #include "lockstep/collective/communicator.h"
 #include "parallel/choose_split.h"
 
 namespace lockstep::parallel {
+
+// How long `act` takes.
+template <class Act>
+double seconds_of(const Act& act) {
+  const auto start = Deadline::Clock::now();
+  act();
+  return std::chrono::duration<double>(Deadline::Clock::now() - start).count();
+}
 
 // The ranks that measure, of a DeviceMesh: an error in one of the Groups ends the calls in all. Every call is
 // collective over them.

@@ -23,21 +23,6 @@ bool sooner(Deadline a, Deadline b) { return a.time() < b.time(); }
 
 std::string reason_of_loss(int rank, const std::string& how) { return text(kLost, rank, ": ", how); }
 
-struct Loss {
-  int rank;
-  std::string how;
-};
-
-std::optional<Loss> loss_in(const std::string& message) {
-  const auto begin = message.find(kLost);
-  if (begin == std::string::npos) return {};
-  const auto number = begin + kLost.size(), end = message.find(": ", number);
-  if (end == std::string::npos) return {};
-  const auto rank = whole_number<int>(std::string_view(message).substr(number, end - number));
-  if (!rank) return {};
-  return Loss{*rank, message.substr(end + 2)};
-}
-
 }  // namespace
 
 void MeshGroups::add(const std::shared_ptr<GroupBackend>& backend) {
@@ -70,7 +55,7 @@ auto MeshBackend::translated(const std::vector<int>& mesh_ranks, const Act& act)
   } catch (const PeerLost& lost) {
     raise_lost(mesh_ranks.at(static_cast<std::size_t>(lost.rank())), lost.how());
   } catch (const Aborted& aborted) {
-    if (const auto loss = loss_in(aborted.what())) raise_lost(loss->rank, loss->how);
+    raise_if_lost(aborted.what());
     groups_->fail_all(aborted.what());
     throw;
   } catch (const DeadlineExceeded& late) {
@@ -147,6 +132,16 @@ void MeshBackend::raise_failed_to_make(const std::string& why) const {
   throw Aborted(why);
 }
 
+// Throws PeerLost where the message is a reason_of_loss.
+void MeshBackend::raise_if_lost(const std::string& message) const {
+  const auto begin = message.find(kLost);
+  if (begin == std::string::npos) return;
+  const auto number = begin + kLost.size(), end = message.find(": ", number);
+  if (end == std::string::npos) return;
+  const auto rank = whole_number<int>(std::string_view(message).substr(number, end - number));
+  if (rank) raise_lost(*rank, message.substr(end + 2));
+}
+
 void MeshBackend::raise_lost(int mesh_rank, const std::string& how) const {
   groups_->fail_all(reason_of_loss(mesh_rank, how));
   throw PeerLost(mesh_rank, generation(), text("(", groups_->coordinates_of(mesh_rank), ") ", how));
@@ -161,6 +156,18 @@ Communicator mesh_of(const Communicator& axis) {
   const auto backend = std::dynamic_pointer_cast<MeshBackend>(axis.group().shared_backend());
   const auto whole = backend != nullptr ? backend->groups()->whole() : nullptr;
   return whole != nullptr ? axis.with_group(axis.group().with_backend(whole)) : axis;
+}
+
+void check_on_all(const Communicator& ranks, const std::function<void()>& check) {
+  std::string wrong;
+  try {
+    check();
+  } catch (const InvalidArgument& error) {
+    wrong = error.what();
+  }
+  for (const auto& theirs : ranks.all_gather(wrong)) {
+    if (!theirs.empty()) throw InvalidArgument(theirs);
+  }
 }
 
 bool are_of_one_mesh(const Group& a, const Group& b) {

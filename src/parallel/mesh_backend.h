@@ -69,6 +69,7 @@ class MeshBackend final : public collective::Wrapper {
  private:
   template <class Act>
   auto translated(const std::vector<int>& mesh_ranks, const Act& act) const;
+  void raise_if_lost(const std::string& message) const;
   [[noreturn]] void raise_lost(int mesh_rank, const std::string& how) const;
   [[noreturn]] void raise_failed_to_make(const std::string& why) const;
 
@@ -78,6 +79,9 @@ class MeshBackend final : public collective::Wrapper {
 
 // All ranks of the mesh that a Communicator is an axis of, or the Communicator itself. Not collective.
 Communicator mesh_of(const Communicator& axis);
+
+// Calls `check`. Where it throws InvalidArgument on some ranks, all throw the first one's. Collective.
+void check_on_all(const Communicator& ranks, const std::function<void()>& check);
 
 // True where both Groups are of one DeviceMesh: of its axes, or split from these.
 bool are_of_one_mesh(const Group& a, const Group& b);

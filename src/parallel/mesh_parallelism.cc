@@ -24,7 +24,7 @@ Group group_along(const DeviceMesh& mesh, const std::vector<std::string>& axes, 
   int color = mesh.ranks().rank(), stride = mesh.ranks().size();
   for (const auto& axis : mesh.axes()) {
     stride /= axis.size;
-    if (std::find(axes.begin(), axes.end(), axis.name) != axes.end()) color -= mesh.coordinate(axis.name) * stride;
+    if (std::ranges::find(axes, axis.name) != axes.end()) color -= mesh.coordinate(axis.name) * stride;
   }
   return *mesh.ranks().group().split(color, mesh.ranks().rank(), deadline);
 }
@@ -76,8 +76,7 @@ std::string describe_parameters(const torch::nn::Module& module) {
   for (const auto& each : module.named_parameters()) {
     const auto parts = gradient::parts_of(each.value());
     if (parts != nullptr && !parts->make_up_a_whole()) continue;  // of this rank alone, as its experts are
-    lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(),
-                  each.value().requires_grad() ? "" : " frozen", "\n");
+    lines += gradient::description_line(each.key(), each.value());
   }
   for (const auto& each : module.named_buffers())
     lines += text("buffer ", each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(), "\n");
@@ -108,7 +107,7 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
   const auto schedule = options_.schedule(ranks, ranks * options_.stages_per_rank, options_.microbatches, {{}});
   topology_.last_stage = schedule.rank_of_stage.back();
   const auto splits = [](const auto& action) { return action.kind == PipelineAction::Kind::backward_weight; };
-  if (has_shards() && std::any_of(schedule.actions[0].begin(), schedule.actions[0].end(), splits)) {
+  if (has_shards() && std::ranges::any_of(schedule.actions[0], splits)) {
     throw InvalidArgument(text("ModelParallelStrategy: schedule ", schedule.name,
                                " splits backward, which parameters that are sharded cannot; take ",
                                "one_forward_one_backward, or a mesh without the axis \"", options_.shard_axis, "\""));
@@ -264,7 +263,7 @@ gradient::ModelPart MeshParallelism::shard(torch::nn::Module& module, std::set<s
                              .tensor = each.value(),
                              .parts = gradient::parts_of(each.value()),
                              .is_copy = is_tied_copy(each.value())});
-    const auto divided = std::dynamic_pointer_cast<const DividedParameter>(partial_of(each.value()));
+    const auto divided = division_of(each.value());
     if (topology_.positions.size() > 1 && divided != nullptr && is_divided_among(each.value(), topology_.positions))
       split.positions = divided->whole_sizes(each.value().sizes())[static_cast<std::size_t>(divided->division().dim)];
   }

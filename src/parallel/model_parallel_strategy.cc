@@ -5,6 +5,7 @@
 #include <set>
 
 #include "base/text.h"
+#include "parallel/mesh_backend.h"
 #include "parallel/mesh_parallelism.h"
 #include "strategy/devices.h"
 #include "strategy/strategy_impl.h"
@@ -22,7 +23,7 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
     fail("two of batch_axis, shard_axis, pipeline_axis, tensor_axis, context_axis and expert_axis are one: ",
          join(used));
   for (const auto& axis : mesh.axes()) {
-    if (axis.size == 1 || std::find(used.begin(), used.end(), axis.name) != used.end()) continue;
+    if (axis.size == 1 || std::ranges::find(used, axis.name) != used.end()) continue;
     fail("the mesh has an axis \"", axis.name,
          "\", which is none of batch_axis, shard_axis, pipeline_axis, tensor_axis, context_axis and expert_axis: ",
          join(used));
@@ -90,24 +91,11 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
     fail("compare_copies_every is ", options.compare_copies_every, "; it must be 0 (never) or more steps");
 }
 
-// All ranks throw the error that one rank finds.
-void check_on_all(const DeviceMesh& mesh, const ModelParallelOptions& options) {
-  std::string wrong;
-  try {
-    check(mesh, options);
-  } catch (const InvalidArgument& error) {
-    wrong = error.what();
-  }
-  for (const auto& theirs : mesh.ranks().all_gather(wrong)) {
-    if (!theirs.empty()) throw InvalidArgument(theirs);
-  }
-}
-
 // True for a process without a launcher, to which no other can come.
 bool is_alone(const DeviceMesh& mesh) { return !mesh.job() || mesh.job()->stores() == nullptr; }
 
 StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions& options) {
-  check_on_all(mesh, options);
+  parallel::check_on_all(mesh.ranks(), [&] { check(mesh, options); });
   cluster::CpuPartition partition;
   if (const auto job = mesh.job()) {
     const auto world = job->is_newcomer() ? resolve_cluster().world : job->world();

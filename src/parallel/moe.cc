@@ -47,9 +47,8 @@ struct ExchangeRows : torch::autograd::Function<ExchangeRows> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& gradients) {
     const auto& data = context->saved_data;
-    const auto ranks = parallel::communicator_in(data.at("ranks"));
     return {exchange_rows(gradients[0], data.at("received").toIntVector(), data.at("sent").toIntVector(),
-                          ranks.with_purpose(collective::backward_of(ranks.purpose()))),
+                          parallel::ranks_of_backward(data.at("ranks"))),
             Tensor(), Tensor(), Tensor()};
   }
 };

@@ -275,7 +275,7 @@ class OtherOperator {
     const auto part = value_.size(*dim_);
     if (size == part) return false;
     const auto sizes = value_.sizes();
-    return size == part * parameter_.ranks().size() || std::find(sizes.begin(), sizes.end(), size) != sizes.end();
+    return size == part * parameter_.ranks().size() || std::ranges::find(sizes, size) != sizes.end();
   }
 
   bool reduces_divided_dim() const {
@@ -284,7 +284,7 @@ class OtherOperator {
     if (dim->isInt()) return wrapped(dim->toInt()) == *dim_;
     if (!dim->isIntList()) return true;
     const auto dims = dim->toIntVector();
-    return dims.empty() || std::any_of(dims.begin(), dims.end(), [&](auto d) { return wrapped(d) == *dim_; });
+    return dims.empty() || std::ranges::any_of(dims, [&](auto d) { return wrapped(d) == *dim_; });
   }
 
   void take_whole() const {

@@ -35,7 +35,7 @@ std::vector<std::pair<int, int>> pairs_of(const PipelineSchedule& schedule) {
     const auto b = schedule.rank_of_stage[static_cast<std::size_t>(stage) + 1];
     if (a == b) continue;
     for (const auto& pair : {std::pair(a, b), std::pair(b, a)}) {
-      if (std::find(pairs.begin(), pairs.end(), pair) == pairs.end()) pairs.push_back(pair);
+      if (std::ranges::find(pairs, pair) == pairs.end()) pairs.push_back(pair);
     }
   }
   return pairs;
@@ -130,9 +130,8 @@ struct Pipeline::State {
   // Collective.
   Called begin(Purpose purpose, const parallel::StepOverRanks::Layers& layers, std::int64_t examples) const {
     for (const auto& each : tied) each.check_not_sharded();
-    const bool with_others = std::any_of(modules.begin(), modules.end(), [](const auto& each) {
-      return parallel::is_called_with_other_ranks(*each.second);
-    });
+    const bool with_others = std::ranges::any_of(
+        modules, [](const auto& each) { return parallel::is_called_with_other_ranks(*each.second); });
     const auto called = !layers.empty() ? Called::with_layers_over_ranks
                         : with_others   ? Called::with_other_ranks
                                         : Called::alone;
@@ -167,44 +166,39 @@ struct Pipeline::State {
     }
   }
 
-  struct Batch {
-    const Tensor& x;
-    std::int64_t most_microbatches;
-    std::function<double()> weight = {};  // as StepOverRanks::set_weight; null where there is no backward
-  };
-
-  // Calls act(run, most_microbatches).
+  // Calls act(run, most_microbatches), of which there may be fewer than given. `weight`: as StepOverRanks::set_weight;
+  // null where there is no backward.
   template <class Act>
-  void run(Purpose purpose, const Batch& batch, const Act& act) {
+  void run(Purpose purpose, const Tensor& x, std::int64_t most_microbatches, const std::function<double()>& weight,
+           const Act& act) {
     parallel::mesh_of(ranks).abort_on_error([&] {
       try {
         const auto layers = layers_over_ranks();
-        const auto examples = batch.x.dim() > 0 ? batch.x.size(0) : 0;
+        const auto examples = x.dim() > 0 ? x.size(0) : 0;
         const auto called = begin(purpose, layers, examples);
-        auto most = batch.most_microbatches;
+        auto most = most_microbatches;
         std::optional<parallel::StepOverRanks> over_ranks;
         if (called == Called::with_layers_over_ranks) {
           over_ranks.emplace(layers, ranks, examples);
-          if (batch.weight) over_ranks->set_weight(batch.weight, schedule.rank_of_stage.back());
+          if (weight) over_ranks->set_weight(weight, schedule.rank_of_stage.back());
           most = std::min(most, over_ranks->most_examples());
         }
         parallel::PipelineRun run(schedule, *links, forwards, ranks.rank(), called != Called::alone);
         act(run, most);
       } catch (const std::exception& error) {
-        const std::string why = error.what();
-        links->abort(
-            text("rank ", ranks.rank(), ": ", why.substr(0, why.find('\n'))));  // LibTorch's have the stack too
+        links->abort(text("rank ", ranks.rank(), ": ", parallel::first_line(error)));
         throw;
       }
     });
   }
 
-  void train(const Batch& batch, const MicrobatchLoss& loss) {
+  void train(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches,
+             const std::function<double()>& weight) {
     if (!at::GradMode::is_enabled()) throw InvalidArgument("Pipeline: gradients are off; use forward");
     for (auto& each : tied) each.begin_step();
-    run(stepping, batch, [&](parallel::PipelineRun& run, std::int64_t most_microbatches) {
+    run(stepping, x, most_microbatches, weight, [&](parallel::PipelineRun& run, std::int64_t most) {
       step_began = Deadline::Clock::now();
-      run.train(batch.x, loss, most_microbatches, times);
+      run.train(x, loss, most, times);
     });
     timed_actions = schedule.actions[static_cast<std::size_t>(ranks.rank())];
     parallel::mesh_of(ranks).abort_on_error([&] {
@@ -273,7 +267,7 @@ void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std
 
 void Pipeline::train_batch(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches,
                            const std::function<double()>& weight) {
-  state_->train({x, most_microbatches, weight}, loss);
+  state_->train(x, loss, most_microbatches, weight);
   if (++state_->steps == kStepsBeforeCosts) state_->choose_order(measured_costs());
 }
 
@@ -288,7 +282,7 @@ void Pipeline::regroup() {
 
 Tensor Pipeline::forward(const Tensor& x, std::int64_t most_microbatches) {
   Tensor output;
-  state_->run(state_->predicting, {x, most_microbatches},
+  state_->run(state_->predicting, x, most_microbatches, /*weight=*/nullptr,
               [&](parallel::PipelineRun& run, std::int64_t most) { output = run.predict(x, most); });
   // The others get to know its shape first.
   const auto last = state_->schedule.rank_of_stage.back();

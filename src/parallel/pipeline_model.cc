@@ -42,8 +42,7 @@ std::vector<int> measured_cut(const std::function<Layers()>& make, int stages, c
 
 void check(const std::vector<int>& layers_of_stages, const Layers& layers) {
   const auto sum = std::accumulate(layers_of_stages.begin(), layers_of_stages.end(), 0);
-  const bool all_have_some =
-      std::all_of(layers_of_stages.begin(), layers_of_stages.end(), [](int count) { return count > 0; });
+  const bool all_have_some = std::ranges::all_of(layers_of_stages, [](int count) { return count > 0; });
   if (all_have_some && sum == static_cast<int>(layers.layers.size())) return;
   throw InvalidArgument(text("ModelParallelStrategy: layers_of_stages has stages of ", join(layers_of_stages),
                              " layers, and the model has ", layers.layers.size(),

@@ -3,9 +3,6 @@
 
 #include <functional>
 #include <memory>
-#include <set>
-#include <string>
-#include <vector>
 
 #include "gradient/parameter_parts.h"
 #include "lockstep/parallel/pipeline.h"

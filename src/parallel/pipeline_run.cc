@@ -21,7 +21,8 @@ constexpr std::size_t kMostDimensions = 12;
 
 // The header that goes before each tensor.
 struct Header {
-  std::int64_t kind, stage, microbatch, dtype, dimensions;
+  StageMessage message;
+  std::int64_t dtype, dimensions;
   std::int64_t sizes[kMostDimensions];
 };
 
@@ -33,8 +34,7 @@ Header header_of(const StageMessage& message, const Tensor& tensor) {
     throw InvalidArgument(text("Pipeline: the output of stage ", message.stage, " has ", tensor.dim(),
                                " dimensions; at most ", kMostDimensions, " are allowed"));
   }
-  Header header{static_cast<std::int64_t>(message.kind),         message.stage, message.microbatch,
-                static_cast<std::int64_t>(tensor.scalar_type()), tensor.dim(),  {}};
+  Header header{message, static_cast<std::int64_t>(tensor.scalar_type()), tensor.dim(), {}};
   std::copy(tensor.sizes().begin(), tensor.sizes().end(), header.sizes);
   return header;
 }
@@ -66,8 +66,7 @@ void StageLinks::send(int to, const StageMessage& message, const Tensor& tensor)
 Tensor StageLinks::receive_next(const Communicator& link, StageMessage& message) const {
   Header header{};
   link.group().recv(bytes_of(header), 0, link.deadline());
-  message = {static_cast<StageMessage::Kind>(header.kind), static_cast<int>(header.stage),
-             static_cast<int>(header.microbatch)};
+  message = header.message;
   const at::IntArrayRef sizes(header.sizes, static_cast<std::size_t>(header.dimensions));
   auto tensor = at::empty(sizes, static_cast<at::ScalarType>(header.dtype));
   if (tensor.nbytes() > 0) link.group().recv(bytes_of(tensor), 0, link.deadline());
@@ -172,9 +171,9 @@ void PipelineRun::forward(const PipelineAction& action, const Tensor& x) {
 void PipelineRun::backward(const PipelineAction& action, const Tensor& gradient) {
   auto kept = kept_.extract({action.stage, action.microbatch});
   auto& [input, output, weights] = kept.mapped();
+  if (action.kind == Kind::backward_input) weights = std::make_shared<WeightGradients>();
   if (output.requires_grad()) {
-    std::optional<WeightGradients::Collect> collect;
-    if (action.kind == Kind::backward_input) collect.emplace(weights);
+    const auto leaving = leave_weights_to(weights);
     torch::autograd::backward({output}, {gradient});
   }
   if (action.stage > 0 && input.is_floating_point()) {
@@ -200,7 +199,7 @@ void PipelineRun::train(const Tensor& x, const MicrobatchLoss& loss, std::int64_
         begin = now();
         forward(action, input);
       } else if (action.kind == Kind::backward_weight) {
-        kept_.extract({action.stage, action.microbatch}).mapped().weights.compute();
+        kept_.extract({action.stage, action.microbatch}).mapped().weights->compute();
       } else {
         const auto gradient = is_last(action.stage)
                                   ? Tensor()

@@ -8,7 +8,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <tuple>
 #include <vector>
 
 #include "gradient/layer_over_ranks.h"
@@ -83,7 +82,7 @@ class PipelineRun {
   using Key = std::pair<int, int>;  // stage and microbatch
   struct Kept {
     Tensor input, output;
-    WeightGradients weights;
+    std::shared_ptr<WeightGradients> weights;  // that backward_input has left; null before
   };
 
   bool is_last(int stage) const { return stage + 1 == schedule_.stages(); }
@@ -140,6 +139,12 @@ class StepOverRanks {
 // where each part has its share of the labels that are not -100, LibTorch's ignore_index. Only labels of int64 are
 // examined.
 void check_labels_count_alike(const char* caller, const Tensor& target, std::int64_t parts);
+
+// The first line of what an exception says: LibTorch's go on with their stacks.
+inline std::string first_line(const std::exception& error) {
+  const std::string all = error.what();
+  return all.substr(0, all.find('\n'));
+}
 
 // Waits until the device has computed all work that it was given; a CPU has already.
 inline void synchronize(c10::Device device) {

@@ -207,14 +207,14 @@ TEST(Pipeline, SplitsBackward) {
     auto layer = torch::nn::Linear(64, 48);
     const auto x = torch::randn({32, 64}).requires_grad_();
     Pipeline pipeline({[&] { return layer; }}, group, {.schedule = schedules::zero_bubble, .microbatches = 1});
-    WeightGradients later;
+    const auto later = std::make_shared<WeightGradients>();
     {
-      const WeightGradients::Collect collect(later);
+      const auto leaving = leave_weights_to(later);
       layer(x).sum().backward();
     }
     EXPECT_TRUE(x.grad().defined());
     EXPECT_FALSE(layer->weight.grad().defined());
-    later.compute();
+    later->compute();
     EXPECT_TRUE(at::allclose(layer->weight.grad(), x.sum(0).expand({48, 64}), 1e-4, 1e-5));
   });
 }

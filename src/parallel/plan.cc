@@ -60,25 +60,17 @@ parallel::Profile measure_profile(const parallel::MeasureInput& input, const par
 }
 
 std::string mib(double bytes) {
-  std::ostringstream out;
-  out << std::fixed << std::setprecision(bytes < (10 << 20) ? 1 : 0) << bytes / (1 << 20);
-  return out.str();
+  return text(std::fixed, std::setprecision(bytes < (10 << 20) ? 1 : 0), bytes / (1 << 20));
 }
 
-std::string milliseconds(double seconds) {
-  std::ostringstream out;
-  out << std::fixed << std::setprecision(1) << 1e3 * seconds;
-  return out.str();
-}
+std::string milliseconds(double seconds) { return text(std::fixed, std::setprecision(1), 1e3 * seconds); }
 
 }  // namespace
 
 const PlannedSplit& SplitPlan::best() const {
   if (!candidates.empty() && candidates.front().refused.empty()) return candidates.front();
-  const auto least = std::min_element(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) {
-    const auto need = [](const auto& each) { return each.memory.total() > 0 ? each.memory.total() : 1e300; };
-    return need(a) < need(b);
-  });
+  const auto need = [](const auto& each) { return each.memory.total() > 0 ? each.memory.total() : 1e300; };
+  const auto least = std::ranges::min_element(candidates, {}, need);
   if (least == candidates.end()) throw InvalidArgument("SplitPlan::best: the plan has no candidates");
   throw InvalidArgument(
       text("plan_parallel: no split can be used; nearest is ", least->split.describe(), ": ", least->refused));
@@ -112,7 +104,7 @@ std::string SplitPlan::table(std::size_t most) const {
     out << "\n";
   }
   if (shown.size() < candidates.size()) out << "and " << candidates.size() - shown.size() << " more\n";
-  if (std::any_of(shown.begin(), shown.end(), [](const auto& each) { return each.is_computed; }))
+  if (std::ranges::any_of(shown, [](const auto& each) { return each.is_computed; }))
     out << "* has costs of more ranks than measured: computed from those that were\n";
   return out.str();
 }

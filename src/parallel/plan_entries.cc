@@ -41,14 +41,14 @@ bool matches(std::string_view pattern, std::string_view name) {
 }
 
 bool matches_any(std::string_view pattern, const std::vector<std::string>& names) {
-  return std::any_of(names.begin(), names.end(), [&](const auto& name) { return matches(pattern, name); });
+  return std::ranges::any_of(names, [&](const auto& name) { return matches(pattern, name); });
 }
 
 std::string suggestion(const std::string& pattern, const std::vector<std::string>& names) {
   std::vector<std::string> candidates;
   for (const auto& name : names) {
     auto candidate = masked(name, parts_of(pattern));
-    if (std::find(candidates.begin(), candidates.end(), candidate) == candidates.end()) candidates.push_back(candidate);
+    if (std::ranges::find(candidates, candidate) == candidates.end()) candidates.push_back(candidate);
   }
   const auto near = near_names(pattern, candidates);
   return near.empty() ? "there are " + first_of(names) : "did you mean " + join(near, " or ") + "?";
@@ -151,7 +151,7 @@ ParallelPlan plan_of(const LayoutMap& map, const torch::nn::Module& module, cons
     const auto is_colwise = [&, &name = layer](const auto& entry) {
       return entry.first == name && std::holds_alternative<ColwiseParallel>(entry.second);
     };
-    if (std::none_of(plan.begin(), plan.end(), is_colwise))
+    if (std::ranges::none_of(plan, is_colwise))
       throw InvalidArgument(text("LayoutMap: ", bias, " is divided, but not the outputs of its layer's weight"));
   }
   return plan;

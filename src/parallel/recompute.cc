@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -70,81 +71,32 @@ void set_modes(torch::nn::Module& module, const std::vector<bool>& modes) {
   for (std::size_t i = 0; i < std::min(parts.size(), modes.size()); ++i) parts[i]->train(modes[i]);
 }
 
-class WithModes {
- public:
-  WithModes(torch::nn::Module& module, const std::vector<bool>& modes) : module_(module), before_(modes_of(module)) {
-    set_modes(module_, modes);
-  }
-  ~WithModes() { set_modes(module_, before_); }
-  WithModes(const WithModes&) = delete;
-  WithModes& operator=(const WithModes&) = delete;
-
- private:
-  torch::nn::Module& module_;
-  const std::vector<bool> before_;
-};
-
-// A buffer that a module's first forward changed, such as running statistics, and its values before.
-struct ChangedBuffer {
+// A buffer that a module's first forward may change, such as running statistics, and its values before.
+struct KeptBuffer {
   Tensor buffer, before;
-};
-
-class Buffers {
- public:
-  explicit Buffers(const torch::nn::Module& module) {
-    for (const auto& buffer : parallel::unique(module.buffers())) {
-      if (buffer.defined()) kept_.push_back({buffer, buffer.detach().clone(), buffer._version()});
-    }
-  }
+  std::int64_t version;
 
   // Not all operators that write tell autograd: native_batch_norm does not.
-  std::vector<ChangedBuffer> changed() const {
-    std::vector<ChangedBuffer> changed;
-    for (const auto& [buffer, before, version] : kept_) {
-      if (buffer._version() != version || !buffer.equal(before)) changed.push_back({buffer, before});
-    }
-    return changed;
-  }
-
- private:
-  struct Kept {
-    Tensor buffer, before;
-    std::int64_t version;
-  };
-  std::vector<Kept> kept_;
+  bool has_changed() const { return buffer._version() != version || !buffer.equal(before); }
 };
 
-// While this lives, a second forward reads and writes copies of the values that the first one began with.
-class AsBeforeForward {
- public:
-  explicit AsBeforeForward(const std::vector<ChangedBuffer>& changed) {
-    for (const auto& [buffer, before] : changed) {
-      now_.push_back({buffer, buffer.variable_data()});
-      Tensor(buffer).set_data(before.clone());
-    }
+std::vector<KeptBuffer> buffers_of(const torch::nn::Module& module) {
+  std::vector<KeptBuffer> kept;
+  for (const auto& buffer : parallel::unique(module.buffers())) {
+    if (buffer.defined()) kept.push_back({buffer, buffer.detach().clone(), buffer._version()});
   }
-  ~AsBeforeForward() {
-    for (const auto& [buffer, now] : now_) Tensor(buffer).set_data(now);
-  }
-  AsBeforeForward(const AsBeforeForward&) = delete;
-  AsBeforeForward& operator=(const AsBeforeForward&) = delete;
-
- private:
-  std::vector<ChangedBuffer> now_;
-};
+  return kept;
+}
 
 struct Forward : torch::CustomClassHolder {
   std::shared_ptr<torch::nn::Module> module;
   internal::ForwardOfModule function;
   std::optional<ForwardState> state;
   std::vector<bool> modes;
-  std::vector<ChangedBuffer> changed;
+  std::vector<KeptBuffer> changed;
 
   Tensor operator()(const Tensor& x) const {
-    struct Recomputing {
-      const bool before = std::exchange(recomputing, true);
-      ~Recomputing() { recomputing = before; }
-    } const now;
+    const auto end = c10::make_scope_exit([before = std::exchange(recomputing, true)] { recomputing = before; });
     return function(*module, x);
   }
 
@@ -192,9 +144,9 @@ struct Recompute : torch::autograd::Function<Recompute> {
     context->saved_data["needs_gradient"] = x.requires_grad();
     context->save_for_backward({x});
     const auto before = x._version();
-    const Buffers buffers(*forward->module);
+    forward->changed = buffers_of(*forward->module);
     const auto y = (*forward)(x);
-    forward->changed = buffers.changed();
+    std::erase_if(forward->changed, [](const KeptBuffer& kept) { return !kept.has_changed(); });
     if (x._version() != before) {
       throw_for(*forward->module,
                 " changes its input in place, from which its second forward would compute something else: let it "
@@ -214,7 +166,15 @@ struct Recompute : torch::autograd::Function<Recompute> {
                 "'s parameters have changed since its forward, so that its second forward would compute something "
                 "else: change them after the backward");
     }
-    const AsBeforeForward as_before(forward->changed);
+    // The second forward reads and writes copies of the values that the first one began with.
+    std::vector<Tensor> values_now;
+    for (const auto& changed : forward->changed) {
+      values_now.push_back(changed.buffer.variable_data());
+      changed.buffer.set_data(changed.before.clone());
+    }
+    const auto restore_buffers = c10::make_scope_exit([&] {
+      for (std::size_t i = 0; i < values_now.size(); ++i) forward->changed[i].buffer.set_data(values_now[i]);
+    });
     auto x = context->get_saved_variables()[0].detach();
     if (needs_gradient) x.requires_grad_();
     Tensor y;
@@ -222,7 +182,9 @@ struct Recompute : torch::autograd::Function<Recompute> {
       const at::AutoGradMode with_gradient(true);
       const ForwardState now(x.device());
       forward->state->restore();
-      const WithModes as_in_forward(*forward->module, forward->modes);
+      const auto restore_modes = c10::make_scope_exit(
+          [&module = *forward->module, modes = modes_of(*forward->module)] { set_modes(module, modes); });
+      set_modes(*forward->module, forward->modes);
       std::optional<ContextParallel> in_context;  // in loops the one of the forward may have ended
       if (forward->state->context()) in_context.emplace(*forward->state->context());
       y = (*forward)(x);

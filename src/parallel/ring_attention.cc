@@ -59,9 +59,9 @@ class Ring {
 at::ScalarType sum_type(const Tensor& x) { return at::toOpMathType(x.scalar_type()); }
 
 // Turns autocast off, which would compute products of float32 in 16 bits.
-struct WithoutAutocast {
-  const c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
-};
+c10::impl::ExcludeDispatchKeyGuard without_autocast() {
+  return c10::impl::ExcludeDispatchKeyGuard(c10::autocast_dispatch_keyset);
+}
 
 struct Attention {
   const Communicator* ranks;
@@ -86,7 +86,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& query, const Tensor& key,
                         const Tensor& value, const Communicator& ranks, bool is_causal, double scale) {
     const Attention attention{&ranks, is_causal, scale};
-    const WithoutAutocast exact;
+    const auto exact = without_autocast();
     Ring ring(ranks, {key, value});
     const auto type = sum_type(query);
     const auto exact_query = query.to(type);
@@ -121,11 +121,10 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     const auto type = sum_type(saved[0]);
     const auto query = saved[0].to(type), gradient = gradients[0].to(type);
     const auto &output = saved[3], &sum = saved[4];
-    const auto of_forward = parallel::communicator_in(context->saved_data["ranks"]);
-    const auto ranks = of_forward.with_purpose(collective::backward_of(of_forward.purpose()));
+    const auto ranks = parallel::ranks_of_backward(context->saved_data["ranks"]);
     const Attention attention{&ranks, context->saved_data["is_causal"].toBool(),
                               context->saved_data["scale"].toDouble()};
-    const WithoutAutocast exact;
+    const auto exact = without_autocast();
     const auto along_output = (gradient * output).sum(-1, /*keepdim=*/true);
     auto of_query = at::zeros_like(query);
     // The gradients of keys and values go round with them, and come home with the last turn.

@@ -44,14 +44,14 @@ class GreedySchedule {
         most_in_flight_(most_in_flight),
         costs_(costs),
         priorities_(priorities),
-        stages_(static_cast<std::size_t>(schedule_.stages())),
+        done_(static_cast<std::size_t>(schedule_.stages())),
         free_at_(static_cast<std::size_t>(schedule_.ranks())) {}
 
   // Returns nothing where no rank can go on, since all keep as many microbatches as they may.
   std::optional<PipelineSchedule> finish() && {
     auto left = 3 * schedule_.stages() * schedule_.microbatches;
     while (left > 0) {
-      const auto now = *std::min_element(free_at_.begin(), free_at_.end());
+      const auto now = *std::ranges::min_element(free_at_);
       const auto before = left;
       for (int rank = 0; rank < schedule_.ranks(); ++rank) {
         if (free_at_[static_cast<std::size_t>(rank)] > now) continue;
@@ -66,16 +66,8 @@ class GreedySchedule {
   }
 
  private:
-  // The times at which microbatches have passed a stage, in order.
-  struct Stage {
-    std::vector<double> forward, input, weight;
-  };
-
-  Stage& at(int stage) { return stages_[static_cast<std::size_t>(stage)]; }
   std::vector<double>& done(Kind kind, int stage) {
-    return kind == Kind::forward          ? at(stage).forward
-           : kind == Kind::backward_input ? at(stage).input
-                                          : at(stage).weight;
+    return done_[static_cast<std::size_t>(stage)][static_cast<std::size_t>(kind)];
   }
 
   // True where the stage's next action of this kind has its inputs.
@@ -83,9 +75,10 @@ class GreedySchedule {
     const auto i = done(kind, stage).size();
     const auto has = [&](const std::vector<double>& passed) { return passed.size() > i && passed[i] <= now; };
     if (i == static_cast<std::size_t>(schedule_.microbatches)) return false;
-    if (kind == Kind::backward_weight) return has(at(stage).input);
-    if (kind == Kind::forward) return stage == 0 || has(at(stage - 1).forward);
-    return has(at(stage).forward) && (stage + 1 == schedule_.stages() || has(at(stage + 1).input));
+    if (kind == Kind::backward_weight) return has(done(Kind::backward_input, stage));
+    if (kind == Kind::forward) return stage == 0 || has(done(Kind::forward, stage - 1));
+    return has(done(Kind::forward, stage)) &&
+           (stage + 1 == schedule_.stages() || has(done(Kind::backward_input, stage + 1)));
   }
 
   std::optional<PipelineAction> next(int rank) {
@@ -94,7 +87,8 @@ class GreedySchedule {
       if (schedule_.rank_of_stage[static_cast<std::size_t>(stage)] == rank) mine.push_back(stage);
     }
     int in_flight = 0;
-    for (const int stage : mine) in_flight += static_cast<int>(at(stage).forward.size() - at(stage).weight.size());
+    for (const int stage : mine)
+      in_flight += static_cast<int>(done(Kind::forward, stage).size() - done(Kind::backward_weight, stage).size());
     for (const auto kind : priorities_) {
       for (std::size_t later = 0; later < mine.size(); ++later) {
         // An earlier stage leaves room for the later ones, or none of its microbatches could come to an end.
@@ -130,8 +124,8 @@ class GreedySchedule {
   const int most_in_flight_;
   const std::vector<PipelineCosts>& costs_;
   const Priorities priorities_;
-  std::vector<Stage> stages_;
-  std::vector<double> free_at_;  // [rank]
+  std::vector<std::array<std::vector<double>, 4>> done_;  // [stage][kind]: when microbatches have passed it, in order
+  std::vector<double> free_at_;                           // [rank]
 };
 
 // The best of some orders. After the automatic scheduling of Qi et al. 2024, section 3.

@@ -18,6 +18,7 @@
 #include "ops/tensors.h"
 #include "parallel/divided_parameter.h"
 #include "parallel/flat_shard.h"
+#include "parallel/mesh_backend.h"
 #include "parallel/split_linear.h"
 
 namespace lockstep::parallel {
@@ -50,8 +51,7 @@ class UseUnit final : public ops::ParameterHook {
 std::string describe(const std::vector<std::pair<std::string, Tensor>>& parameters) {
   std::string lines;
   for (const auto& [name, parameter] : parameters) {
-    lines += text(name, " ", parameter.scalar_type(), " ", parameter.sizes(),
-                  parameter.requires_grad() ? "" : " frozen", "\n");
+    lines += gradient::description_line(name, parameter);
   }
   return lines;
 }
@@ -78,11 +78,7 @@ ShardedUnits::~ShardedUnits() {
   for (const auto& shard : shards_) forget_shard(shard);
 }
 
-bool is_sharded(const Tensor& parameter) {
-  const auto hooks = ops::hooks_of(parameter);
-  return std::any_of(hooks.begin(), hooks.end(),
-                     [](const auto& hook) { return dynamic_cast<const UseUnit*>(hook.get()) != nullptr; });
-}
+bool is_sharded(const Tensor& parameter) { return ops::hook_of<UseUnit>(parameter) != nullptr; }
 
 bool is_called_with_other_ranks(const torch::nn::Module& module) {
   const auto is_shared = [](const Tensor& parameter) {
@@ -90,7 +86,7 @@ bool is_called_with_other_ranks(const torch::nn::Module& module) {
     return is_sharded(parameter) || (partial != nullptr && !partial->make_up_a_whole() && partial->ranks().size() > 1);
   };
   const auto parameters = module.parameters();
-  return std::any_of(parameters.begin(), parameters.end(), is_shared) || gradient::trains_over_ranks(module);
+  return std::ranges::any_of(parameters, is_shared) || gradient::trains_over_ranks(module);
 }
 
 void ShardedUnits::add_examples(double examples) {
@@ -118,7 +114,7 @@ ShardedUnits::Named ShardedUnits::new_parameters(const torch::nn::Module& module
   auto known = known_;
   for (const auto& each : module.named_parameters()) {
     const auto& parameter = each.value();
-    if (std::find(known.begin(), known.end(), parameter.unsafeGetTensorImpl()) != known.end()) continue;
+    if (std::ranges::find(known, parameter.unsafeGetTensorImpl()) != known.end()) continue;
     known.push_back(parameter.unsafeGetTensorImpl());
     found.emplace_back(name.empty() ? each.key() : text(name, ".", each.key()), parameter);
     if (!ops::has_values(parameter))
@@ -139,15 +135,7 @@ ShardedUnits::Named ShardedUnits::new_parameters(const torch::nn::Module& module
 
 void ShardedUnits::add(const torch::nn::Module& module, const std::string& name, bool keep) {
   Named parameters;
-  std::string wrong;
-  try {
-    parameters = new_parameters(module, name);
-  } catch (const InvalidArgument& error) {
-    wrong = error.what();
-  }
-  for (const auto& each : ranks_.all_gather(wrong)) {
-    if (!each.empty()) throw InvalidArgument(each);
-  }
+  check_on_all(ranks_, [&] { parameters = new_parameters(module, name); });
   const auto precision = precision_of(at::kFloat);
   ranks_.check_all_agree(
       text("parameters of fully_shard's unit \"", name, "\""),
@@ -212,7 +200,7 @@ void ShardedUnits::use(std::size_t index, std::uint64_t call) {
     if (current_ != std::vector{index}) uses_.push_back(index);
     current_ = {index};
     call_ = call;
-  } else if (std::find(current_.begin(), current_.end(), index) == current_.end()) {
+  } else if (std::ranges::find(current_, index) == current_.end()) {
     current_.push_back(index);
     uses_.push_back(index);
   }

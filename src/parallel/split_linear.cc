@@ -35,7 +35,8 @@ at::Tensor weight_of(const at::Tensor& argument, const at::Tensor& parameter, bo
 
 }  // namespace
 
-std::optional<LinearCall> linear_call(const ops::OperatorCall& call, std::size_t i, const WeakParameter& parameter) {
+std::optional<LinearCall> linear_call(const ops::OperatorCall& call, std::size_t i,
+                                      const gradient::WeakTensor& parameter) {
   const auto& name = call.name();
   const auto argument = call.tensor(i), weight = parameter.lock();
   if (!argument.defined() || !weight.defined() || weight.dim() != 2) return {};
@@ -55,19 +56,11 @@ std::optional<LinearCall> linear_call(const ops::OperatorCall& call, std::size_t
 
 namespace {
 
-// LibTorch gives it to the threads of devices, which compute backward. It uses the kind in its own tests alone.
+// LibTorch uses the kind in its own tests alone.
 constexpr auto kCollecting = c10::DebugInfoKind::TEST_INFO;
 
-struct Collecting final : c10::DebugInfoBase {
-  explicit Collecting(WeightGradients& to) : later(to) {}
-  WeightGradients& later;
-};
-
 // Null where backward leaves nothing for later.
-WeightGradients* collecting() {
-  auto* const found = static_cast<Collecting*>(c10::ThreadLocalDebugInfo::get(kCollecting));
-  return found == nullptr ? nullptr : &found->later;
-}
+WeightGradients* collecting() { return static_cast<WeightGradients*>(c10::ThreadLocalDebugInfo::get(kCollecting)); }
 
 // Hands the gradient to the leaf as backward does.
 void accumulate(const Tensor& weight, const Tensor& gradient) {
@@ -128,7 +121,9 @@ void WeightGradients::compute() {
   for (const auto& compute_one : std::exchange(left_, {})) compute_one();
 }
 
-WeightGradients::Collect::Collect(WeightGradients& later) : guard_(kCollecting, std::make_shared<Collecting>(later)) {}
+c10::DebugInfoGuard leave_weights_to(std::shared_ptr<WeightGradients> later) {
+  return c10::DebugInfoGuard(kCollecting, std::move(later));
+}
 
 Tensor split_linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   return SplitLinear::apply(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);

@@ -9,20 +9,11 @@
 #include <optional>
 #include <vector>
 
+#include "gradient/tensor_map.h"
 #include "lockstep/ops/tensor.h"
 #include "ops/parameter_hook.h"
 
 namespace lockstep::parallel {
-
-// A parameter to which a hook of it refers, without keeping it.
-class WeakParameter {
- public:
-  explicit WeakParameter(const at::Tensor& parameter) : weak_(parameter.getIntrusivePtr()) {}
-  at::Tensor lock() const { return at::Tensor(weak_.lock()); }
-
- private:
-  c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl> weak_;
-};
 
 // x weight^T + bias; the bias may be undefined.
 struct LinearCall {
@@ -31,28 +22,25 @@ struct LinearCall {
 
 // The call, where its argument `i` is the parameter as the weight of a linear layer: torch::linear(x, weight, bias),
 // x.matmul(weight.t()), mm, and addmm(bias, x, weight.t()).
-std::optional<LinearCall> linear_call(const ops::OperatorCall& call, std::size_t i, const WeakParameter& parameter);
+std::optional<LinearCall> linear_call(const ops::OperatorCall& call, std::size_t i,
+                                      const gradient::WeakTensor& parameter);
 
-// Gradients of weights that backward has left for later.
-class WeightGradients {
+// Gradients of weights that backward has left for later. LibTorch gives the object to the threads of devices, which
+// compute backward.
+class WeightGradients final : public c10::DebugInfoBase {
  public:
   // Computes the gradients that are left and adds them to the weights', in the order of backward.
   void compute();
-
-  // While this lives, backwards that this thread calls leave gradients of weights to `later`.
-  class Collect {
-   public:
-    explicit Collect(WeightGradients& later);
-
-   private:
-    const c10::DebugInfoGuard guard_;
-  };
 
   void add(std::function<void()> compute) { left_.push_back(std::move(compute)); }
 
  private:
   std::vector<std::function<void()>> left_;
 };
+
+// While the result lives, backwards that this thread calls leave gradients of weights to `later`; none where it is
+// null.
+c10::DebugInfoGuard leave_weights_to(std::shared_ptr<WeightGradients> later);
 
 // torch::linear(x, weight, bias); the bias may be undefined. Only the gradient of a weight that is a leaf of autograd's
 // graph, without hooks of its own (register_hook), is left for later.
@@ -65,7 +53,7 @@ class SplitWeight final : public ops::ParameterHook {
   bool run(const ops::OperatorCall& call, std::size_t i) override;
 
  private:
-  const WeakParameter weight_;
+  const gradient::WeakTensor weight_;  // which owns the hook
 };
 
 }  // namespace lockstep::parallel

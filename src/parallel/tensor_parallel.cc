@@ -16,10 +16,9 @@
 namespace lockstep {
 namespace {
 
-using parallel::DividedEmbedding;
 using parallel::DividedFor;
-using parallel::DividedLinear;
 using parallel::DividedParameter;
+using parallel::DividedWeight;
 
 // The change that a plan makes to one parameter.
 struct Change {
@@ -53,7 +52,7 @@ class Planner {
   template <class Style>
   void add(const std::string& pattern, const Style& style) {
     const auto matches = [&](const Found& found) { return parallel::matches(pattern, found.name); };
-    if (std::none_of(modules_.begin(), modules_.end(), matches)) fail_no_match(pattern, "module", names_of_modules());
+    if (std::ranges::none_of(modules_, matches)) fail_no_match(pattern, "module", names_of_modules());
     for (const auto& found : modules_) {
       if (matches(found)) add_module(found, style);
     }
@@ -68,7 +67,8 @@ class Planner {
       const parallel::Division division{.dim = style.dim < 0 ? style.dim + each.value().dim() : style.dim};
       const DividedFor what{each.key(), each.key(), "Shard"};
       add_change(each.key(), each.value(),
-                 std::make_shared<DividedParameter>(what, division, each.value(), ranks_for(each.key())));
+                 std::make_shared<DividedParameter>(what, division, each.value(), ranks_for(each.key()),
+                                                    parallel::OtherOperators::on_part));
     }
     if (!any) fail_no_match(pattern, "parameter", module_.named_parameters().keys());
   }
@@ -78,13 +78,11 @@ class Planner {
     const auto weight = weight_of(found, name_of(style));
     const auto name = name_in(found, "weight");
     const DividedFor what{found.name, name, name_of(style)};
-    if (const auto* const embedding = found.module->as<torch::nn::EmbeddingImpl>()) {
-      check_embedding(found.name, embedding->options);
-      add_change(name, weight, std::make_shared<DividedEmbedding<Style>>(what, weight, style, ranks_for(name)));
-    } else {
-      add_change(name, weight, std::make_shared<DividedLinear<Style>>(what, weight, style, ranks_for(name)));
-      if (const auto bias = bias_of(found); bias.defined()) add_bias(found, bias, style);
-    }
+    const auto* const embedding = found.module->as<torch::nn::EmbeddingImpl>();
+    if (embedding != nullptr) check_embedding(found.name, embedding->options);
+    add_change(name, weight,
+               std::make_shared<DividedWeight<Style>>(what, weight, style, embedding != nullptr, ranks_for(name)));
+    if (const auto bias = bias_of(found); embedding == nullptr && bias.defined()) add_bias(found, bias, style);
   }
 
   void add_module(const Found& found, const ReplicateParallel& style) {
@@ -115,7 +113,7 @@ class Planner {
     if (const auto* const embedding = found.module->as<torch::nn::EmbeddingImpl>()) used = embedding->weight;
     if (used.is_same(*registered)) return used;
     const auto all = module_.parameters();
-    if (std::any_of(all.begin(), all.end(), [&](const auto& each) { return each.is_same(used); })) return used;
+    if (std::ranges::any_of(all, [&](const auto& each) { return each.is_same(used); })) return used;
     throw InvalidArgument(text("parallelize_module: ", found.name, " has a weight in the place of its parameter \"",
                                name_in(found, "weight"), "\", which is no parameter of the module"));
   }
@@ -230,8 +228,7 @@ void apply(const std::vector<Change>& changes, const Communicator& ranks) {
   std::vector<const at::TensorImpl*> divided;
   for (const auto& change : changes) {
     const auto* const division = change.division();
-    const auto is_done =
-        std::find(divided.begin(), divided.end(), change.parameter.unsafeGetTensorImpl()) != divided.end();
+    const auto is_done = std::ranges::find(divided, change.parameter.unsafeGetTensorImpl()) != divided.end();
     if (division == nullptr || is_done) continue;
     divided.push_back(change.parameter.unsafeGetTensorImpl());
     change.parameter.set_data(parallel::divided(change.parameter, division->division(), ranks));
@@ -256,16 +253,14 @@ std::string describe(const Shard& style) { return describe(Layout(style)); }
 
 // False for a plan of Shard alone, with which ranks may have other activations, such as other positions.
 bool has_styles_of_layers(const ParallelPlan& plan) {
-  return std::any_of(plan.begin(), plan.end(),
-                     [](const auto& entry) { return !std::holds_alternative<Shard>(entry.second); });
+  return std::ranges::any_of(plan, [](const auto& entry) { return !std::holds_alternative<Shard>(entry.second); });
 }
 
 // Prints the facts that ranks must agree on.
 std::string description(torch::nn::Module& module, const ParallelPlan& plan) {
   std::string lines;
   for (const auto& each : module.named_parameters()) {
-    lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(),
-                  each.value().requires_grad() ? "" : " frozen", "\n");
+    lines += gradient::description_line(each.key(), each.value());
   }
   for (const auto& each : module.named_buffers()) {
     lines += text("buffer ", each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(), "\n");

@@ -26,11 +26,7 @@ struct TiedCopy final : ops::ParameterHook {};
 
 }  // namespace
 
-bool is_tied_copy(const Tensor& parameter) {
-  const auto hooks = ops::hooks_of(parameter);
-  return std::any_of(hooks.begin(), hooks.end(),
-                     [](const auto& hook) { return dynamic_cast<const TiedCopy*>(hook.get()) != nullptr; });
-}
+bool is_tied_copy(const Tensor& parameter) { return ops::hook_of<TiedCopy>(parameter) != nullptr; }
 
 TiedParameter::TiedParameter(const std::vector<StageParameter>& copies, const PipelineSchedule& schedule,
                              const StageModules& mine, const Communicator& ranks) {
@@ -105,7 +101,7 @@ void TiedParameter::finish_step() {
 }
 
 void TiedParameter::check_not_sharded() const {
-  if (std::none_of(mine_.begin(), mine_.end(), is_sharded)) return;
+  if (std::ranges::none_of(mine_, is_sharded)) return;
   throw InvalidArgument(text("Pipeline: ", name_,
                              " is tied to parameters of other stages, and fully_shard has divided it, so that the "
                              "copies' gradients cannot be summed: leave the stages that have copies whole"));

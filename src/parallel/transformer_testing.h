@@ -136,7 +136,7 @@ inline std::vector<at::Tensor> trained_parameters(const torch::nn::Module& modul
   std::vector<at::Tensor> all;
   for (const auto& parameter : module.parameters()) {
     const auto is_same = [&](const auto& other) { return other.is_same(parameter); };
-    if (parameter.requires_grad() && std::none_of(all.begin(), all.end(), is_same)) all.push_back(parameter);
+    if (parameter.requires_grad() && std::ranges::none_of(all, is_same)) all.push_back(parameter);
   }
   return all;
 }

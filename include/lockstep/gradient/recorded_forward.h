@@ -40,12 +40,6 @@ class RecordedForward {
   const std::uint64_t begin_;
 };
 
-// The number of examples that the inputs tell, which are looked at in their order.
-struct CountedExamples {
-  std::optional<double> examples;  // of the first tensor that has the dimension
-  bool ended = false;              // no further input is looked at: one told, or one was of an unknown kind
-};
-
 template <class T>
 concept TupleLike = requires {
   std::tuple_size<T>::value;
@@ -56,22 +50,23 @@ constexpr bool is_optional = false;
 template <class T>
 constexpr bool is_optional<std::optional<T>> = true;
 
-// Numbers, strings and empty values are passed over; tuples, pairs and arrays are looked into. A vector may have one
-// example an element, or a batch; a struct hides what it has: neither tells.
+// Sets `examples` where the input tells them, and returns whether a further input is to be looked at. Numbers, strings
+// and empty values are passed over; tuples, pairs and arrays are looked into. A vector may have one example an element,
+// or a batch; a struct hides what it has: neither tells.
 template <class Input>
-void count_examples(const Input& input, std::int64_t batch_dim, CountedExamples& counted) {
-  if (counted.ended) return;
+bool passes_over(const Input& input, std::int64_t batch_dim, std::optional<double>& examples) {
   if constexpr (std::is_base_of_v<at::Tensor, Input>) {
-    if (!input.defined() || input.dim() <= batch_dim) return;
-    counted = {static_cast<double>(input.size(batch_dim)), true};
+    if (!input.defined() || input.dim() <= batch_dim) return true;
+    examples = static_cast<double>(input.size(batch_dim));
+    return false;
   } else if constexpr (is_optional<Input>) {
-    if (input) count_examples(*input, batch_dim, counted);
+    return !input || passes_over(*input, batch_dim, examples);
   } else if constexpr (TupleLike<Input>) {
-    std::apply([&](const auto&... parts) { (count_examples(parts, batch_dim, counted), ...); }, input);
-  } else if constexpr (!std::is_arithmetic_v<Input> && !std::is_enum_v<Input> && !std::is_array_v<Input> &&
-                       !std::is_same_v<Input, std::string> && !std::is_same_v<Input, std::nullopt_t> &&
-                       !std::is_same_v<Input, const char*>) {
-    counted.ended = true;
+    return std::apply([&](const auto&... parts) { return (passes_over(parts, batch_dim, examples) && ...); }, input);
+  } else {
+    return std::is_arithmetic_v<Input> || std::is_enum_v<Input> || std::is_array_v<Input> ||
+           std::is_same_v<Input, std::string> || std::is_same_v<Input, std::nullopt_t> ||
+           std::is_same_v<Input, const char*>;
   }
 }
 
@@ -79,9 +74,9 @@ void count_examples(const Input& input, std::int64_t batch_dim, CountedExamples&
 // do not tell.
 template <class... Inputs>
 std::optional<double> examples_in(std::int64_t batch_dim, const Inputs&... inputs) {
-  CountedExamples counted;
-  (count_examples(inputs, batch_dim, counted), ...);
-  return counted.examples;
+  std::optional<double> examples;
+  static_cast<void>((passes_over(inputs, batch_dim, examples) && ...));
+  return examples;
 }
 
 }  // namespace lockstep::internal

@@ -24,6 +24,9 @@
 #include "lockstep/strategy/module_factory.h"
 
 namespace lockstep {
+namespace parallel {
+class ShardedUnits;
+}
 
 struct FullyShardOptions {
   // Submodules whose parameters are gathered together, when needed, by patterns as in parallelize_module. Other
@@ -68,8 +71,7 @@ struct FullyShardOptions {
 class FullyShardedParameters {
  public:
   explicit FullyShardedParameters(const Communicator& ranks, FullyShardOptions options = {});
-  ~FullyShardedParameters();
-  FullyShardedParameters(FullyShardedParameters&&) noexcept;
+  FullyShardedParameters(FullyShardedParameters&&) noexcept = default;
   FullyShardedParameters& operator=(FullyShardedParameters&&) = delete;
 
   // Collective. Makes a unit of the module's parameters that are in none yet: gives all ranks rank 0's values, keeps
@@ -116,8 +118,7 @@ class FullyShardedParameters {
   void expect_forwards();
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  std::shared_ptr<parallel::ShardedUnits> units_;
 };
 
 // The module with its shards. Call the module through this, `sharded(x)`. `sharded->forward(x)` is the module's own

@@ -140,7 +140,7 @@ Tensors CompiledModel::trace(Kind kind, const Example& part, const Tensor& count
     require_gradient(loss.sum);
     loss.sum.backward();
     const bool is_sum = loss_function.reduction() == Reduction::sum;  // which is not divided by anything
-    impl_.gradients->apply_traced(trace, {is_sum ? counts.sum() : loss.divisor, !is_sum});
+    impl_.gradients->apply_traced(trace, is_sum ? counts.sum() : loss.divisor, /*divides=*/!is_sum);
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < impl_.parameters->buffer_names().size(); ++i)
       trace.keep_without_examples(impl_.parameters->variable_of_buffer(i));
