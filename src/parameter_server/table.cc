@@ -75,32 +75,21 @@ RowInitializer::RowInitializer(Kind of, double given) : kind(of), scale(given) {
 namespace parameter_server {
 namespace {
 
-// Different numbers of one row.
-class RowRandom {
- public:
-  RowRandom(std::uint64_t seed, std::int64_t id) : state_(mix(seed, id)) {}
-
-  // Returns a number in [0, 1), with the 53 bits of a double.
-  double uniform() { return static_cast<double>(mix(state_++) >> 11) * 0x1p-53; }
-
-  // Box and Muller (1958).
-  double normal() {
-    const double radius = std::sqrt(-2 * std::log(1 - uniform()));
-    return radius * std::cos(2 * std::numbers::pi * uniform());
-  }
-
- private:
-  std::uint64_t state_;
-};
-
 template <class T>
 void fill_row(const TableSpec& table, std::int64_t id, T* values) {
-  RowRandom random(table.seed, id);
+  auto state = mix(table.seed, id);
+  // Numbers in [0, 1), with the 53 bits of a double.
+  const auto uniform = [&state] { return static_cast<double>(mix(state++) >> 11) * 0x1p-53; };
+  // Box and Muller (1958).
+  const auto normal = [&uniform] {
+    const double radius = std::sqrt(-2 * std::log(1 - uniform()));
+    return radius * std::cos(2 * std::numbers::pi * uniform());
+  };
   const double scale = table.initializer.scale;
   for (std::int64_t i = 0; i < table.width; ++i) {
     switch (table.initializer.kind) {
-      case RowInitializer::Kind::uniform: values[i] = static_cast<T>((2 * random.uniform() - 1) * scale); break;
-      case RowInitializer::Kind::normal: values[i] = static_cast<T>(random.normal() * scale); break;
+      case RowInitializer::Kind::uniform: values[i] = static_cast<T>((2 * uniform() - 1) * scale); break;
+      case RowInitializer::Kind::normal: values[i] = static_cast<T>(normal() * scale); break;
       case RowInitializer::Kind::constant: values[i] = static_cast<T>(scale); break;
     }
   }
