@@ -52,7 +52,6 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
 
   void open(const std::string& description, Deadline deadline) override {
     auto request = request_to_server();
-    request.mutable_open()->set_model(model_);
     request.mutable_open()->set_user(user_);
     request.mutable_open()->set_description(description);
     caller_.call(std::move(request), deadline);
@@ -78,26 +77,21 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
   // Writes from a copy: gRPC may still hold the memory of a call that has failed.
   std::int64_t write(std::span<const std::byte* const> shards, Deadline deadline) override {
     auto request = request_to_server();
-    request.mutable_write()->set_model(model_);
-    const auto copy = std::make_shared<std::vector<std::vector<std::byte>>>();
-    Bulk bulk{.parts = {}, .owner = copy};
-    for (std::size_t i = 0; i < shards.size(); ++i) {
-      copy->emplace_back(shards[i], shards[i] + shard_bytes_[i]);
-      bulk.parts.emplace_back(copy->back());
-    }
+    request.mutable_write();
+    const auto copies = std::make_shared<SentCopies>(nullptr);
+    Bulk bulk{.parts = {}, .owner = copies};
+    for (std::size_t i = 0; i < shards.size(); ++i) copies->add({shards[i], shard_bytes_[i]}, bulk);
     return caller_.call(std::move(request), deadline, bulk).last_transfer();
   }
 
   bool cut(std::int64_t end, Deadline deadline) override {
     auto request = request_to_server();
-    request.mutable_cut()->set_model(model_);
     request.mutable_cut()->set_end(end);
     return caller_.call(std::move(request), deadline).done();
   }
 
   std::optional<std::int64_t> save(std::int64_t end, const std::string& file, Deadline deadline) override {
     auto request = request_to_server();
-    request.mutable_save()->set_model(model_);
     request.mutable_save()->set_end(end);
     request.mutable_save()->set_file(file);
     const auto reply = caller_.call(std::move(request), deadline);
@@ -106,7 +100,6 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
 
   std::int64_t restore(const std::string& checkpoint, std::optional<std::int64_t> chief, Deadline deadline) override {
     auto request = request_to_server();
-    request.mutable_restore()->set_model(model_);
     request.mutable_restore()->set_checkpoint(checkpoint);
     if (chief) request.mutable_restore()->set_chief(*chief);
     return caller_.call(std::move(request), deadline).last_transfer();
@@ -115,6 +108,7 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
  private:
   Request request_to_server() const {
     Request request;
+    request.set_model(model_);
     request.set_second_copies(second_copies_);
     return request;
   }
@@ -122,7 +116,6 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
   std::int64_t send(const parameter_server::Push& push, Deadline deadline) {
     auto request = request_to_server();
     auto& head = *request.mutable_push();
-    head.set_model(model_);
     head.mutable_task()->set_step(push.task.step);
     head.mutable_task()->set_part(push.task.part);
     head.set_weight(push.weight);
@@ -158,7 +151,6 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
   void fetch(std::span<std::byte* const> shards, std::vector<std::int64_t>& versions, Deadline deadline) {
     auto request = request_to_server();
     auto& head = *request.mutable_pull();
-    head.set_model(model_);
     head.mutable_known()->Add(versions.begin(), versions.end());
     const auto shared = shared_shards(shards);
     const auto& offsets = shared.offsets();
@@ -185,7 +177,6 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
                   Deadline deadline) {
     auto request = request_to_server();
     auto& head = *request.mutable_pull_rows();
-    head.set_model(model_);
     head.set_table(table);
     *head.mutable_rows() = shared_rows(ids, values);
     if (head.rows().block() >= 0) {
@@ -236,16 +227,17 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
 
 }  // namespace
 
-std::shared_ptr<parameter_server::ServerConnection> connect_server(const ServiceEngine::ModelOnServer& of,
-                                                                   FindAddress address, const Access& access) {
+std::shared_ptr<parameter_server::ServerConnection> GrpcEngine::connect_server(const ModelOnServer& of,
+                                                                               FindAddress address,
+                                                                               const Access& access) const {
   return std::make_shared<GrpcServerConnection>(of, std::move(address), access);
 }
 
-bool transfer(const ServiceEngine::ModelOnServer& of, FindAddress address, const Access& access, std::int64_t number,
-              parameter_server::ShardStore& to, Deadline deadline) {
+bool GrpcEngine::transfer(const ModelOnServer& of, FindAddress address, const Access& access, std::int64_t number,
+                          parameter_server::ShardStore& to, Deadline deadline) const {
   Request request;
+  request.set_model(of.model);
   request.set_second_copies(of.second_copies);
-  request.mutable_transfer()->set_model(of.model);
   request.mutable_transfer()->set_number(number);
   const auto receive = [&](const Reply& reply, const Caller::ReadFrame& read) {
     if (!reply.done()) return;
@@ -256,33 +248,6 @@ bool transfer(const ServiceEngine::ModelOnServer& of, FindAddress address, const
   Caller caller(of.server, std::move(address), access, of.reconnect_seconds);
   return caller.call(std::move(request), deadline, {}, receive).done();
 }
-
-// The library for gRPC gives these functions to the process that loads it.
-
-namespace {
-
-using namespace parameter_server;
-
-class GrpcEngine final : public ServiceEngine {
-  std::unique_ptr<Endpoint> serve(const std::string& address, const Access& access,
-                                  const Services& services) const override {
-    return grpc_service::serve(address, access, services);
-  }
-  std::shared_ptr<ServerConnection> connect_server(const ModelOnServer& of, FindAddress address,
-                                                   const Access& access) const override {
-    return grpc_service::connect_server(of, std::move(address), access);
-  }
-  bool transfer(const ModelOnServer& of, FindAddress address, const Access& access, std::int64_t number, ShardStore& to,
-                Deadline deadline) const override {
-    return grpc_service::transfer(of, std::move(address), access, number, to, deadline);
-  }
-  std::shared_ptr<ChiefConnection> connect_chief(const Process& self, FindAddress address,
-                                                 const Access& access) const override {
-    return grpc_service::connect_chief(self, std::move(address), access);
-  }
-};
-
-}  // namespace
 
 }  // namespace lockstep::grpc_service
 

@@ -26,9 +26,9 @@ std::shared_ptr<parameter_server::SharedBlock> Blocks::find(std::int64_t number)
   return found == blocks_.end() ? nullptr : found->second;
 }
 
-std::unique_ptr<SharedWith> SharedWith::make(Caller& server, std::shared_ptr<parameter_server::SharedBlock> block,
+std::unique_ptr<SharedWith> SharedWith::make(Caller& server, const parameter_server::SharedBlock& block,
                                              Deadline deadline) {
-  const auto handle = block->handle();
+  const auto handle = block.handle();
   Request request;
   auto& head = *request.mutable_share();
   head.set_process(handle.process);
@@ -39,7 +39,6 @@ std::unique_ptr<SharedWith> SharedWith::make(Caller& server, std::shared_ptr<par
   Reply reply;
   shared->stream_ = server.open(request, shared->context_, reply, deadline);
   if (shared->stream_ == nullptr || !reply.has_block()) return nullptr;
-  shared->block_ = std::move(block);
   shared->number_ = reply.block();
   return shared;
 }
@@ -51,7 +50,7 @@ SharedWith::~SharedWith() {
 }
 
 bool SharedBlocks::add(std::shared_ptr<parameter_server::SharedBlock> block, Deadline deadline) {
-  auto shared = SharedWith::make(server_, block, deadline);
+  auto shared = SharedWith::make(server_, *block, deadline);
   const bool accessible = shared != nullptr;
   MutexLock lock(mutex_);
   blocks_.push_back({std::move(block), std::move(shared)});
@@ -77,7 +76,7 @@ void SharedBlocks::share_again(std::int64_t known, Deadline deadline) {
   MutexLock lock(mutex_);
   if (generation_ != known) return;
   ++generation_;
-  for (auto& block : blocks_) block.shared = SharedWith::make(server_, block.block, deadline);
+  for (auto& block : blocks_) block.shared = SharedWith::make(server_, *block.block, deadline);
 }
 
 std::shared_ptr<const void> SharedBlocks::owner() const {
