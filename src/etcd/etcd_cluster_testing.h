@@ -1,7 +1,6 @@
 // For tests: an etcd cluster of some members on this host.
 #pragma once
 
-#include <fcntl.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -38,33 +37,15 @@ class EtcdCluster {
     for (int i = 0; i < size; ++i) {
       const auto place = static_cast<std::size_t>(i);
       const auto client = "http://" + endpoints_[place], peer = "http://" + peers[place];
-      const std::vector<std::string> command{"etcd",
-                                             "--name",
-                                             text("m", i),
-                                             "--data-dir",
-                                             (folder / text("m", i)).string(),
-                                             "--listen-client-urls",
-                                             client,
-                                             "--advertise-client-urls",
-                                             client,
-                                             "--listen-peer-urls",
-                                             peer,
-                                             "--initial-advertise-peer-urls",
-                                             peer,
-                                             "--initial-cluster",
-                                             all,
-                                             "--log-level",
-                                             "error"};
+      const auto name = text("m", i);
+      const auto command =
+          text("exec etcd --name ", name, " --data-dir ", (folder / name).string(), " --listen-client-urls ", client,
+               " --advertise-client-urls ", client, " --listen-peer-urls ", peer, " --initial-advertise-peer-urls ",
+               peer, " --initial-cluster ", all, " --log-level error > ", (folder / name).string(), ".log 2>&1");
       members_.push_back(std::make_unique<ChildProcess>([&]() -> std::string {
         ::prctl(PR_SET_PDEATHSIG, SIGKILL);
         std::this_thread::sleep_for(begins_after);
-        const int log = ::open((folder / text("m", i, ".log")).c_str(), O_CREAT | O_WRONLY, 0600);
-        ::dup2(log, STDOUT_FILENO);
-        ::dup2(log, STDERR_FILENO);
-        std::vector<char*> words;
-        for (const auto& word : command) words.push_back(const_cast<char*>(word.c_str()));
-        words.push_back(nullptr);
-        ::execvp(words[0], words.data());
+        ::execl("/bin/sh", "sh", "-c", command.c_str(), nullptr);
         ::_exit(127);
       }));
     }
