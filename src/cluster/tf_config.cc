@@ -81,9 +81,9 @@ Cluster parse_tf_config(const std::string& json) {
 
 // The chief is rank 0; where there is none, worker 0 is the chief.
 std::optional<Cluster> from_tf_config(const Environment& environment) {
-  const char* const value = environment("TF_CONFIG");
-  if (value == nullptr || *value == '\0') return std::nullopt;
-  auto cluster = parse_tf_config(text_of(environment, "TF_CONFIG"));
+  const char* const value = value_of(environment, "TF_CONFIG");
+  if (value == nullptr) return std::nullopt;
+  auto cluster = parse_tf_config(value);
   auto members = cluster.jobs["chief"];
   const auto chiefs = members.size();
   if (chiefs > 1) fail(text("cluster.chief has ", chiefs, " entries; there is one chief"));
