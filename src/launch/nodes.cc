@@ -205,15 +205,11 @@ bool is_own(const std::string& host, const std::string& token) {
   }
 }
 
-// The launcher on the host that the address names holds it, if nobody does. Nothing where stop() says so.
-struct FoundStore {
-  Store store;
-  std::optional<Store> held;  // the same, by the address at which it listens
-};
-std::optional<FoundStore> find_or_hold(const std::string& address, const Access& access,
-                                       const std::function<bool()>& stop, std::ostream& err) {
+// The launcher on the host that the address names holds it, if nobody does: `held` is then that store, by the address
+// at which it listens. Nothing where stop() says so.
+std::optional<Store> find_or_hold(const std::string& address, const Access& access, const std::function<bool()>& stop,
+                                  std::ostream& err, std::optional<Store>& held) {
   const auto answers = [&] { return transport::answers_at(address, Deadline::after(kForAnswer)); };
-  std::optional<Store> held;
   if (!cluster::is_etcd(address) && !answers() && is_own(cluster::host_of(address, "--store"), access.token)) {
     try {
       held = cluster::hold_at(cluster::host_of(address, "--store"), cluster::port_of(address, "--store"), access);
@@ -225,7 +221,7 @@ std::optional<FoundStore> find_or_hold(const std::string& address, const Access&
   const auto deadline = Deadline::after(kForStoreToCome);
   for (bool told = false; !stop();) {
     try {
-      return FoundStore{Store::connect(address, Deadline::after(kToReachStore), access), held};
+      return Store::connect(address, Deadline::after(kToReachStore), access);
     } catch (const DeadlineExceeded& late) {
       if (deadline.passed()) throw;
       if (!std::exchange(told, true)) err << "lockstep: waiting for the store: " << late.what() << std::endl;
@@ -287,12 +283,13 @@ int launch_node(const LaunchOptions& options, std::ostream& out, std::ostream& e
   const TokenFile token(transport::hexadecimal(access.token));
   int asked = 0;
   const auto stop = [&] { return (asked = signals.next()) != 0; };
-  const auto found = find_or_hold(options.store, access, stop, err);
+  std::optional<Store> held;
+  const auto found = find_or_hold(options.store, access, stop, err, held);
   if (!found) return Supervisor::report_signal(asked, err);
   const bool in_etcd = cluster::is_etcd(options.store);
-  const auto job = in_etcd ? by_its_first_address(found->store) : found->store;
+  const auto job = in_etcd ? by_its_first_address(*found) : *found;
   auto here = job;
-  if (!in_etcd && !found->held) {
+  if (!in_etcd && !held) {
     const auto address = job.backend().local_address(Deadline::after(kForLocalAddress));
     here = Store::hold(transport::with_port(address, 0), access);
     here.set(kNodes, "1\n", Deadline::after(kForStore));  // closed: who comes to this store joins the job
