@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstring>
 #include <iomanip>
-#include <map>
 #include <ostream>
 #include <thread>
 

@@ -1,5 +1,6 @@
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <mutex>
 #include <sstream>
@@ -39,13 +40,24 @@ World world_of(const Environment& environment, const Names& names) {
   return world;
 }
 
-std::string host_of(const std::string& address, const std::string& field) {
+void set_host(World& world, const std::vector<std::string>& hosts) {
+  world.host = hosts[static_cast<std::size_t>(world.rank)];
+  const auto rank = hosts.begin() + world.rank;
+  world.local_rank = static_cast<int>(std::count(hosts.begin(), rank, world.host));
+  world.local_size = world.local_rank + static_cast<int>(std::count(rank, hosts.end(), world.host));
+}
+
+bool is_host_and_port(const std::string& address) {
   const auto colon = address.rfind(':');
   const auto port = colon == std::string::npos ? std::nullopt : whole_number(address.substr(colon + 1));
-  if (colon == 0 || !port || *port < 1 || *port > 65535) {
+  return colon != 0 && port && *port >= 1 && *port <= 65535;
+}
+
+std::string host_of(const std::string& address, const std::string& field) {
+  if (!is_host_and_port(address)) {
     throw ClusterError(text(field, " is \"", address, "\"; it must be host:port, with a port from 1 to 65535"));
   }
-  const auto host = address.substr(0, colon);
+  const auto host = address.substr(0, address.rfind(':'));
   return host.front() == '[' && host.back() == ']' ? host.substr(1, host.size() - 2) : host;
 }
 

@@ -62,8 +62,12 @@ World world_of(const Environment& environment, const Names& names);
 const char* value_of(const Environment& environment, const char* name);
 std::string text_of(const Environment& environment, const char* name);
 
+// Sets a World's host, and its place among the ranks of that host, by the hosts of all ranks.
+void set_host(World& world, const std::vector<std::string>& hosts);
+
 // The host of "host:port" or "[v6]:port". Throws ClusterError naming `field`.
 std::string host_of(const std::string& address, const std::string& field);
+bool is_host_and_port(const std::string& address);
 int port_of(const std::string& address, const std::string& field);
 
 // Slurm's node lists: "node[1-3,07],other".

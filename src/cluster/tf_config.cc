@@ -94,19 +94,14 @@ std::optional<Cluster> from_tf_config(const Environment& environment) {
   if (twice != sorted.end()) fail(text("cluster has ", *twice, " twice"));
   if (cluster.task_type != "chief" && cluster.task_type != "worker") return cluster;  // alone, or a server
 
+  const auto address_of_rank_0 = members[0];
   auto& world = cluster.world;
   world.size = static_cast<int>(members.size());
   world.rank = cluster.task_index + (cluster.task_type == "worker" ? static_cast<int>(chiefs) : 0);
-  const auto host = [&](int rank) { return host_of(members[static_cast<std::size_t>(rank)], "TF_CONFIG"); };
-  world.host = host(world.rank);
-  world.local_size = 0;
-  for (int r = 0; r < world.size; ++r) {
-    if (host(r) != world.host) continue;
-    if (r == world.rank) world.local_rank = world.local_size;
-    ++world.local_size;
-  }
+  for (auto& member : members) member = host_of(member, "TF_CONFIG");
+  set_host(world, members);
   if (world.size == 1) return cluster;
-  cluster.store = members[0];
+  cluster.store = address_of_rank_0;
   cluster.holds_store = world.rank == 0;
   return cluster;
 }

@@ -1,6 +1,5 @@
 #include "parameter_server/server_cluster.h"
 
-#include <algorithm>
 #include <map>
 #include <sstream>
 
@@ -186,13 +185,13 @@ void ServerCluster::wait_for_all(Deadline deadline) {
                            text(" (", first_of(missing), " did not come)"));
   }
   if (roles_.mine != Role::worker) return;
-  partition_.size = 0;
-  const auto host_of_worker = [&](int worker) { return host_in(entries[static_cast<std::size_t>(worker) + 1]); };
+  std::vector<std::string> hosts;
   for (int worker = 0; worker < roles_.workers; ++worker) {
-    if (host_of_worker(worker) != host_of_worker(roles_.index)) continue;
-    if (worker == roles_.index) partition_.rank = partition_.size;
-    ++partition_.size;
+    hosts.push_back(host_in(entries[static_cast<std::size_t>(worker) + 1]));
   }
+  World workers{.rank = roles_.index, .size = roles_.workers};
+  cluster::set_host(workers, hosts);
+  partition_ = {workers.local_rank, workers.local_size};
 }
 
 int ServerCluster::agree_on_replicas(int mine) const {
