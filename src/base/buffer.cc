@@ -6,46 +6,22 @@
 namespace lockstep {
 
 std::size_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::float64:
-    case DType::int64: return 8;
-    case DType::float32:
-    case DType::int32: return 4;
-    case DType::float16:
-    case DType::bfloat16:
-    case DType::int16: return 2;
-    case DType::uint8:
-    case DType::int8:
-    case DType::boolean: return 1;
-  }
+  constexpr std::size_t kSizes[] = {4, 8, 2, 2, 4, 8, 1, 1, 2, 1};  // in the order of DType
+  static_assert(std::size(kSizes) == kDTypes);
+  if (static_cast<std::size_t>(dtype) < std::size(kSizes)) return kSizes[static_cast<std::size_t>(dtype)];
   throw InvalidArgument(text("DType ", static_cast<int>(dtype), " does not exist"));
 }
 
 const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::float32: return "float32";
-    case DType::float64: return "float64";
-    case DType::float16: return "float16";
-    case DType::bfloat16: return "bfloat16";
-    case DType::int32: return "int32";
-    case DType::int64: return "int64";
-    case DType::uint8: return "uint8";
-    case DType::int8: return "int8";
-    case DType::int16: return "int16";
-    case DType::boolean: return "bool";
-  }
-  return "unknown";
+  constexpr const char* kNames[] = {"float32", "float64", "float16", "bfloat16", "int32",
+                                    "int64",   "uint8",   "int8",    "int16",    "bool"};
+  static_assert(std::size(kNames) == kDTypes);
+  return static_cast<std::size_t>(dtype) < std::size(kNames) ? kNames[static_cast<std::size_t>(dtype)] : "unknown";
 }
 
 const char* name_of(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::sum: return "sum";
-    case ReduceOp::mean: return "mean";
-    case ReduceOp::min: return "min";
-    case ReduceOp::max: return "max";
-    case ReduceOp::product: return "product";
-  }
-  return "unknown";
+  constexpr const char* kNames[] = {"sum", "mean", "min", "max", "product"};
+  return static_cast<std::size_t>(op) < std::size(kNames) ? kNames[static_cast<std::size_t>(op)] : "unknown";
 }
 
 std::string name_of(MemoryDevice device) {

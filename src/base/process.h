@@ -9,6 +9,11 @@
 
 namespace lockstep {
 
+std::string name_of_this_host();
+
+// The texts as exec takes them, with a null pointer after the last. Valid while the texts are.
+std::vector<char*> pointers_to(std::vector<std::string>& texts);
+
 // The ids of the cores in this process's affinity mask, in order.
 std::vector<int> allowed_cpus();
 

@@ -6,16 +6,9 @@
 namespace lockstep {
 namespace {
 
-struct Sequence {
-  Mutex mutex;
-  std::uint64_t seed LOCKSTEP_GUARDED_BY(mutex) = 0;
-  std::uint64_t taken LOCKSTEP_GUARDED_BY(mutex) = 0;
-};
-
-Sequence& sequence() {
-  static auto* const instance = new Sequence();  // never destroyed: used by static objects too
-  return *instance;
-}
+// Neither made nor destroyed while the program runs: static objects use these too.
+constinit Mutex mutex;
+constinit std::uint64_t process_seed LOCKSTEP_GUARDED_BY(mutex) = 0, taken LOCKSTEP_GUARDED_BY(mutex) = 0;
 
 thread_local SeedScope* innermost = nullptr;
 
@@ -26,17 +19,15 @@ SeedScope::~SeedScope() { innermost = outer_; }
 std::uint64_t SeedScope::next() { return mix(seed_, ++taken_); }
 
 void set_random_seed(std::uint64_t seed) {
-  auto& s = sequence();
-  MutexLock lock(s.mutex);
-  s.seed = seed;
-  s.taken = 0;
+  MutexLock lock(mutex);
+  process_seed = seed;
+  taken = 0;
 }
 
 std::uint64_t next_random_seed() {
   if (innermost != nullptr) return innermost->next();
-  auto& s = sequence();
-  MutexLock lock(s.mutex);
-  return mix(s.seed, ++s.taken);
+  MutexLock lock(mutex);
+  return mix(process_seed, ++taken);
 }
 
 }  // namespace lockstep

@@ -1,7 +1,6 @@
 // TensorFlow's index file `checkpoint`, and Checkpoint and CheckpointManager on top of it.
 #include "lockstep/checkpoint/checkpoint.h"
 
-#include <algorithm>
 #include <filesystem>
 #include <optional>
 #include <sstream>

@@ -16,6 +16,7 @@
 
 #include "base/log.h"
 #include "base/mutex.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "checkpoint/sharded_archive.h"
@@ -28,11 +29,7 @@ namespace {
 constexpr std::chrono::milliseconds kBetweenTries(5);
 constexpr std::string_view kHolder = "process ";
 
-std::string this_process() {
-  std::array<char, 256> host{};
-  ::gethostname(host.data(), host.size() - 1);
-  return text(kHolder, ::getpid(), " on ", host.data());
-}
+std::string this_process() { return text(kHolder, ::getpid(), " on ", name_of_this_host()); }
 
 std::string words_in(int descriptor) {
   std::array<char, 300> words{};

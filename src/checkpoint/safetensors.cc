@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <optional>
 #include <sstream>
 #include <utility>
 
@@ -42,16 +41,9 @@ constexpr const char* kNoChecksum = "00000000";
 constexpr std::size_t kLargestHeader = 100'000'000;  // the format's own bound
 constexpr int kDeepest = 3;                          // the header, a tensor's entry, its shape
 
-struct DtypeName {
-  DType dtype;
-  const char* name;
-};
-constexpr std::array kDtypeNames{
-    DtypeName{DType::float32, "F32"},   DtypeName{DType::float64, "F64"}, DtypeName{DType::float16, "F16"},
-    DtypeName{DType::bfloat16, "BF16"}, DtypeName{DType::int32, "I32"},   DtypeName{DType::int64, "I64"},
-    DtypeName{DType::uint8, "U8"},      DtypeName{DType::int8, "I8"},     DtypeName{DType::int16, "I16"},
-    DtypeName{DType::boolean, "BOOL"},
-};
+// The format's names, in the order of DType.
+constexpr const char* kDtypeNames[] = {"F32", "F64", "F16", "BF16", "I32", "I64", "U8", "I8", "I16", "BOOL"};
+static_assert(std::size(kDtypeNames) == kDTypes);
 
 std::string hex(std::uint32_t value) {
   std::array<char, 9> digits{};
@@ -106,12 +98,11 @@ class Parser {
     try {
       Header::Tensor tensor{.name = name};
       const auto dtype_name = value.at("dtype").get<std::string>();
-      const auto* dtype =
-          std::find_if(kDtypeNames.begin(), kDtypeNames.end(), [&](auto& d) { return dtype_name == d.name; });
-      if (dtype == kDtypeNames.end())
+      const auto* const found = std::find(std::begin(kDtypeNames), std::end(kDtypeNames), dtype_name);
+      if (found == std::end(kDtypeNames))
         fail(kLengthBytes, text(name, " has dtype ", dtype_name, ", which Lockstep does not read"));
-      tensor.info.dtype = dtype->dtype;
-      std::size_t bytes = size_of(dtype->dtype);
+      tensor.info.dtype = static_cast<DType>(found - std::begin(kDtypeNames));
+      std::size_t bytes = size_of(tensor.info.dtype);
       for (const auto size : whole_numbers(name, value, "shape")) {
         tensor.info.shape.push_back(static_cast<std::int64_t>(size));
         if (tensor.info.shape.back() < 0 || __builtin_mul_overflow(bytes, size, &bytes)) {
@@ -192,10 +183,10 @@ std::string print_header(const std::map<std::string, std::string>& entries, cons
   metadata[kFormatKey] = "1";
   std::size_t offset = 0;
   for (const auto& [name, tensor] : tensors) {
-    const auto* dtype = std::find_if(kDtypeNames.begin(), kDtypeNames.end(),
-                                     [wanted = tensor.dtype](const auto& known) { return known.dtype == wanted; });
     const auto end = offset + tensor.bytes();
-    header[name] = {{"dtype", dtype->name}, {"shape", tensor.shape}, {"data_offsets", {offset, end}}};
+    header[name] = {{"dtype", kDtypeNames[static_cast<std::size_t>(tensor.dtype)]},
+                    {"shape", tensor.shape},
+                    {"data_offsets", {offset, end}}};
     offset = end;
   }
   std::string characters;

@@ -114,8 +114,7 @@ void SharedArchive::finish(const Pieces& part, int writers, Deadline deadline) {
     crc = extend_crc(crc, piece);
   }
   for (int writer = 1; writer < writers; ++writer) {
-    const auto written = wait_for(writer, deadline);
-    crc = join_crcs(crc, written.crc, written.bytes);
+    crc = join_crcs(crc, checksum_of(writer, deadline), part_of_writer(large_, writer, writers).size());
   }
   set_checksum(header_, crc);
   file_.write_at(0, std::as_bytes(std::span(header_)));
@@ -123,7 +122,7 @@ void SharedArchive::finish(const Pieces& part, int writers, Deadline deadline) {
   remove_stale_words(path_);
 }
 
-SharedArchive::Written SharedArchive::wait_for(int writer, Deadline deadline) const {
+std::uint32_t SharedArchive::checksum_of(int writer, Deadline deadline) const {
   const auto word = word_of(temporary_, writer);
   while (!has_come(word)) {
     if (Deadline::Clock::now() >= abandoned_at_.load())
@@ -135,10 +134,11 @@ SharedArchive::Written SharedArchive::wait_for(int writer, Deadline deadline) co
     std::this_thread::sleep_for(kBetweenLooks);
   }
   const auto said = read_small_file(word);
-  Written written{};
-  std::istringstream(said) >> written.crc >> written.bytes;
+  std::uint32_t crc = 0;
+  std::size_t bytes = 0;
+  std::istringstream(said) >> crc >> bytes;
   const auto part = part_of_writer(large_, writer, writers_);
-  if (written.bytes == part.size()) return written;
+  if (bytes == part.size()) return crc;
   throw IoError(
       text("cannot write ", path_, ": writer ", writer, " says \"", said, "\" of its part of ", part.size(), " bytes"));
 }

@@ -55,11 +55,7 @@ class SharedArchive {
   void abandon(std::chrono::seconds after = {}) { abandoned_at_ = Deadline::Clock::now() + after; }
 
  private:
-  struct Written {
-    std::uint32_t crc;
-    std::size_t bytes;
-  };
-  Written wait_for(int writer, Deadline deadline) const;
+  std::uint32_t checksum_of(int writer, Deadline deadline) const;  // of its part, once it is written
 
   const std::string path_;
   const Archive small_;

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstring>
 #include <iomanip>
-#include <map>
 #include <ostream>
 #include <thread>
 
@@ -88,38 +87,34 @@ class Trial {
   bool right() {
     fill();
     run();
-    const int size = group_.size(), rank = group_.rank();
-    const double sum = size * (size + 1) / 2.0;
-    for (int part = 0; part < (call_.output.count == whole_ && whole_ != each_ ? size : 1); ++part) {
-      if (call_.output.count == 0) continue;
-      const double seen = element(call_.output, static_cast<std::size_t>(part) * each_);
-      const bool root = rank == 0;
-      switch (kind_) {
-        case Kind::all_reduce:
-        case Kind::reduce_scatter:
-          if (seen != sum) return false;
-          break;
-        case Kind::reduce:
-          if (root && seen != sum) return false;
-          break;
-        case Kind::broadcast:
-        case Kind::scatter:
-          if (seen != 1) return false;
-          break;
-        case Kind::gather:
-          if (root && seen != part + 1) return false;
-          break;
-        case Kind::all_gather:
-        case Kind::all_to_all:
-          if (seen != part + 1) return false;
-          break;
-        default: break;
-      }
+    const auto& output = call_.output;
+    const int parts = output.count == 0 ? 0 : output.count == whole_ && whole_ != each_ ? group_.size() : 1;
+    for (int part = 0; part < parts; ++part) {
+      const auto wanted = expected(part);
+      if (wanted && element(output, static_cast<std::size_t>(part) * each_) != *wanted) return false;
     }
     return true;
   }
 
  private:
+  // The elements of a part of the result; nothing where this rank has none.
+  std::optional<double> expected(int part) const {
+    const int size = group_.size();
+    const double sum = size * (size + 1) / 2.0;
+    const bool root = group_.rank() == 0;
+    switch (kind_) {
+      case Kind::all_reduce:
+      case Kind::reduce_scatter: return sum;
+      case Kind::reduce: return root ? std::optional(sum) : std::nullopt;
+      case Kind::broadcast:
+      case Kind::scatter: return 1;
+      case Kind::gather: return root ? std::optional<double>(part + 1) : std::nullopt;
+      case Kind::all_gather:
+      case Kind::all_to_all: return part + 1;
+      default: return std::nullopt;
+    }
+  }
+
   Memory take(const BenchOptions& options, std::size_t bytes) const {
     if (!options.any_buffer) return group_.allocate(bytes);
     return {new (std::align_val_t{64}) std::byte[bytes](),
@@ -257,11 +252,8 @@ pid_t start_rank(const BenchOptions& options, int rank, const std::string& store
   for (const auto& argument : {text("--rank=", rank), text("--store=", store), text("--host=host-", rank / per_host)}) {
     arguments.push_back(argument);
   }
-  std::vector<char*> raw;
-  for (auto& argument : arguments) raw.push_back(argument.data());
-  raw.push_back(nullptr);
   pid_t process = 0;
-  const int error = posix_spawn(&process, "/proc/self/exe", nullptr, nullptr, raw.data(), environ);
+  const int error = posix_spawn(&process, "/proc/self/exe", nullptr, nullptr, pointers_to(arguments).data(), environ);
   if (error != 0) throw ClusterError(text("cannot start rank ", rank, ": ", std::strerror(error)));
   return process;
 }

@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <filesystem>
 #include <iomanip>
-#include <iostream>
 #include <regex>
 #include <sstream>
 #include <vector>

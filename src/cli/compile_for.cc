@@ -11,6 +11,7 @@
 #include <ostream>
 #include <regex>
 
+#include "base/process.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 
@@ -35,12 +36,9 @@ class ReportFile {
   std::string path_;
 };
 
-int status_of(const std::vector<std::string>& command) {
-  std::vector<char*> raw;
-  for (const auto& word : command) raw.push_back(const_cast<char*>(word.c_str()));
-  raw.push_back(nullptr);
+int status_of(std::vector<std::string> command) {
   pid_t process = 0;
-  const int error = posix_spawnp(&process, raw[0], nullptr, nullptr, raw.data(), environ);
+  const int error = posix_spawnp(&process, command[0].c_str(), nullptr, nullptr, pointers_to(command).data(), environ);
   if (error != 0) throw Error(text("cannot start ", command[0], ": ", std::strerror(error)));
   int status = 0;
   while (waitpid(process, &status, 0) < 0 && errno == EINTR) {

@@ -160,9 +160,7 @@ int examine(const Cluster& cluster, std::ostream& out) {
   const Job job(cluster, kSoonSeconds);
   // TCP even between processes of one host, because the links are to be checked too.
   const auto group = job.group({.backend = "tcp", .timeout_seconds = kSoonSeconds});
-  char host[256] = "";
-  gethostname(host, sizeof host - 1);
-  Facts mine{.host = host,
+  Facts mine{.host = name_of_this_host(),
              .version = version(),
              .cores = allowed_cpus(),
              .usable_cores = usable_cpu_count(),

@@ -1,5 +1,6 @@
 // Pods: of Kubeflow Trainer and PyTorchJob, of a Volcano Job, and of an Indexed Job.
-#include <algorithm>
+#include <iterator>
+#include <map>
 #include <sstream>
 
 #include "base/text.h"
@@ -11,22 +12,19 @@ namespace {
 
 constexpr const char* kByHand = "RANK (from 0), WORLD_SIZE, MASTER_ADDR and MASTER_PORT";
 
-bool is_set(const Environment& environment, const char* name) {
-  const char* const value = environment(name);
-  return value != nullptr && *value != '\0';
-}
+bool is_set(const Environment& environment, const char* name) { return value_of(environment, name) != nullptr; }
 
 // "4" or "4:4": the least and the most nodes.
 int number_of_nodes(const Environment& environment) {
   const auto value = text_of(environment, "PET_NNODES");
   const auto colon = value.find(':');
-  if (colon == std::string::npos) return static_cast<int>(number_of(environment, "PET_NNODES", 1, kMostRanks));
-  const auto least = whole_number(value.substr(0, colon)), most = whole_number(value.substr(colon + 1));
+  if (colon == std::string::npos) return number_of(environment, "PET_NNODES", 1, kMostRanks);
+  const auto least = whole_number<int>(value.substr(0, colon)), most = whole_number<int>(value.substr(colon + 1));
   if (!least || !most || *least < 1 || *most < *least || *most > kMostRanks) {
     throw ClusterError(text("PET_NNODES is \"", value, "\"; it must be a number from 1 to ", kMostRanks,
                             ", or two with a colon between them, the least and the most nodes"));
   }
-  if (*least == *most) return static_cast<int>(*most);
+  if (*least == *most) return *most;
   const char* const endpoint = environment("PET_RDZV_ENDPOINT");
   throw ClusterError(text(
       "PET_NNODES is \"", value, "\": the number of nodes is not fixed, so this process cannot know ",
@@ -51,21 +49,15 @@ std::string warning_of_node(const Environment& environment) {
               "replica for each GPU or core. For ", value, " processes start the program by torchrun --no-python");
 }
 
-struct Task {
-  std::string variable;  // VC_WORKER_HOSTS
-  std::vector<std::string> hosts;
-};
-
-std::vector<Task> tasks_of_volcano(const Environment& environment, const std::vector<std::string>& names) {
-  std::vector<Task> tasks;
+// [variable], such as VC_WORKER_HOSTS: the hosts of a task.
+std::map<std::string, std::vector<std::string>> tasks_of_volcano(const Environment& environment,
+                                                                 const std::vector<std::string>& names) {
+  std::map<std::string, std::vector<std::string>> tasks;
   for (const auto& name : names) {
     if (!name.starts_with("VC_") || !name.ends_with("_HOSTS")) continue;
-    Task task{name, {}};
     std::istringstream list(text_of(environment, name.c_str()));
-    for (std::string host; std::getline(list, host, ',');) task.hosts.push_back(host);
-    tasks.push_back(task);
+    for (std::string host; std::getline(list, host, ',');) tasks[name].push_back(host);
   }
-  std::sort(tasks.begin(), tasks.end(), [](const auto& a, const auto& b) { return a.variable < b.variable; });
   return tasks;
 }
 
@@ -89,7 +81,7 @@ std::optional<Cluster> from_kubeflow(const Environment& environment) {
                             "PET_MASTER_ADDR and PET_MASTER_PORT, or start the program on each node by torchrun ",
                             "--no-python, which numbers the nodes itself"));
   }
-  world.rank = static_cast<int>(number_of(environment, "PET_NODE_RANK", 0, world.size - 1));
+  world.rank = number_of(environment, "PET_NODE_RANK", 0, world.size - 1);
   world.host = text("node ", world.rank);
   const bool is_of_trainer = is_set(environment, "PET_MASTER_ADDR") || !is_set(environment, "MASTER_ADDR");
   const auto master = text_of(environment, is_of_trainer ? "PET_MASTER_ADDR" : "MASTER_ADDR");
@@ -110,16 +102,16 @@ std::optional<Cluster> from_volcano(const Environment& environment, const std::v
                             "pytorch, or set ", kByHand, " in each pod"));
   };
   if (tasks.empty()) fail(text(index, " is \"", text_of(environment, index), "\", and no VC_<TASK>_HOSTS is set"));
-  if (!has_index) fail(text(tasks[0].variable, " is set, and VC_TASK_INDEX is not"));
+  const auto& [variable, hosts] = *tasks.begin();
+  if (!has_index) fail(text(variable, " is set, and VC_TASK_INDEX is not"));
   if (tasks.size() > 1) {
-    fail(text("there are ", tasks[0].variable, " and ", tasks[1].variable,
+    fail(text("there are ", variable, " and ", std::next(tasks.begin())->first,
               ", and which task this pod is of is not told"));
   }
-  const auto& hosts = tasks[0].hosts;
   Cluster cluster{.source = "Volcano"};
   auto& world = cluster.world;
   world.size = static_cast<int>(hosts.size());
-  world.rank = static_cast<int>(number_of(environment, index, 0, world.size - 1));
+  world.rank = number_of(environment, index, 0, world.size - 1);
   if (world.size == 1) return cluster;
   world.host = hosts[static_cast<std::size_t>(world.rank)];
   cluster.store = hosts[0];
@@ -151,8 +143,8 @@ std::optional<Cluster> from_indexed_job(const Environment& environment) {
               "(JOB-0.SUBDOMAIN, where the pods' subdomain is a headless Service) and MASTER_PORT to a port"));
   }
   auto& world = cluster.world;
-  world.size = static_cast<int>(number_of(environment, "WORLD_SIZE", 1, kMostRanks));
-  world.rank = static_cast<int>(number_of(environment, name, 0, world.size - 1));
+  world.size = number_of(environment, "WORLD_SIZE", 1, kMostRanks);
+  world.rank = number_of(environment, name, 0, world.size - 1);
   world.host = text("pod ", world.rank);
   cluster.store = text(text_of(environment, "MASTER_ADDR"), ":", number_of(environment, "MASTER_PORT", 1, 65535));
   cluster.holds_store = world.rank == 0;

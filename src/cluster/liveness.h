@@ -41,10 +41,7 @@ class Liveness {
       : stores_(std::move(stores)), patience_(patience) {}
 
   // Looks for a process, which has a `name`, in the `store` where it shows its presence.
-  template <class Process>
-  Sign look(const Process& process) {
-    return look(process.store, process.name);
-  }
+  Sign look(const std::string& store, const std::string& name);
 
   // Looks for several, [i], at all stores at once.
   template <class Process>
@@ -55,8 +52,6 @@ class Liveness {
     double since = 0;
     int looks = 0;
   };
-  Sign look(const std::string& store, const std::string& name);
-
   const std::shared_ptr<Stores> stores_;
   const Patience patience_;
   Mutex mutex_;
@@ -71,7 +66,7 @@ std::vector<Liveness::Sign> Liveness::look(const std::vector<Process>& processes
   const std::vector<std::string> stores(different.begin(), different.end());
   stores_->for_each(stores.size(), [&](std::size_t store) {
     for (std::size_t i = 0; i < processes.size(); ++i) {
-      if (processes[i].store == stores[store]) signs[i] = look(processes[i]);
+      if (processes[i].store == stores[store]) signs[i] = look(processes[i].store, processes[i].name);
     }
   });
   return signs;

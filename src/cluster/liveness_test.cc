@@ -36,18 +36,18 @@ TEST(Liveness, ASilentStoreIsLostAfterSomeTimeAndSomeLooks) {
   const auto store = std::make_shared<OneStore>();
   Liveness liveness(store, {.seconds = 2, .looks = 3});
   const Process a{"host", "a"};
-  EXPECT_EQ(liveness.look(a), Sign::lives);
+  EXPECT_EQ(liveness.look(a.store, a.name), Sign::lives);
   store->is_silent = true;
-  EXPECT_EQ(liveness.look(a), Sign::silent);
+  EXPECT_EQ(liveness.look(a.store, a.name), Sign::silent);
   store->seconds += 10;
-  EXPECT_EQ(liveness.look(Process{"host", "b"}), Sign::silent);  // the second look at the store
-  EXPECT_EQ(liveness.look(a), Sign::lost);
+  EXPECT_EQ(liveness.look("host", "b"), Sign::silent);  // the second look at the store
+  EXPECT_EQ(liveness.look(a.store, a.name), Sign::lost);
   store->is_silent = false;
-  EXPECT_EQ(liveness.look(a), Sign::lives);
+  EXPECT_EQ(liveness.look(a.store, a.name), Sign::lives);
   store->is_silent = true;
-  for (int looks = 0; looks < 5; ++looks) EXPECT_EQ(liveness.look(a), Sign::silent);
+  for (int looks = 0; looks < 5; ++looks) EXPECT_EQ(liveness.look(a.store, a.name), Sign::silent);
   store->seconds += 2;
-  EXPECT_EQ(liveness.look(a), Sign::lost);
+  EXPECT_EQ(liveness.look(a.store, a.name), Sign::lost);
 }
 
 TEST(Liveness, AProcessThatShowedItsPresenceHasEnded) {

@@ -1,5 +1,4 @@
 // The store of a job, held or found.
-#include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <thread>

@@ -1,5 +1,6 @@
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <mutex>
 #include <sstream>
@@ -11,25 +12,26 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep::cluster {
-std::string text_of(const Environment& environment, const char* name) {
+const char* value_of(const Environment& environment, const char* name) {
   const char* const value = environment(name);
-  if (value == nullptr || *value == '\0') throw ClusterError(text(name, " is not set"));
+  return value != nullptr && *value != '\0' ? value : nullptr;
+}
+
+std::string text_of(const Environment& environment, const char* name) {
+  const char* const value = value_of(environment, name);
+  if (value == nullptr) throw ClusterError(text(name, " is not set"));
   return value;
 }
 
-std::int64_t number_of(const Environment& environment, const char* name, std::int64_t least, std::int64_t most) {
+int number_of(const Environment& environment, const char* name, int least, int most) {
   const auto value = text_of(environment, name);
-  const auto number = whole_number(value);
-  if (!number || *number < least || *number > most) {
-    throw ClusterError(text(name, " is \"", value, "\"; it must be a number from ", least, " to ", most));
-  }
-  return *number;
+  const auto number = whole_number<int>(value);
+  if (number && *number >= least && *number <= most) return *number;
+  throw ClusterError(text(name, " is \"", value, "\"; it must be a number from ", least, " to ", most));
 }
 
 World world_of(const Environment& environment, const Names& names) {
-  const auto number = [&](const char* name, int least, std::int64_t most) {
-    return static_cast<int>(number_of(environment, name, least, most));
-  };
+  const auto number = [&](const char* name, int least, int most) { return number_of(environment, name, least, most); };
   World world;
   world.size = number(names.size, 1, kMostRanks);
   world.rank = number(names.rank, 0, world.size - 1);
@@ -38,13 +40,24 @@ World world_of(const Environment& environment, const Names& names) {
   return world;
 }
 
-std::string host_of(const std::string& address, const std::string& field) {
+void set_host(World& world, const std::vector<std::string>& hosts) {
+  world.host = hosts[static_cast<std::size_t>(world.rank)];
+  const auto rank = hosts.begin() + world.rank;
+  world.local_rank = static_cast<int>(std::count(hosts.begin(), rank, world.host));
+  world.local_size = world.local_rank + static_cast<int>(std::count(rank, hosts.end(), world.host));
+}
+
+bool is_host_and_port(const std::string& address) {
   const auto colon = address.rfind(':');
   const auto port = colon == std::string::npos ? std::nullopt : whole_number(address.substr(colon + 1));
-  if (colon == 0 || !port || *port < 1 || *port > 65535) {
+  return colon != 0 && port && *port >= 1 && *port <= 65535;
+}
+
+std::string host_of(const std::string& address, const std::string& field) {
+  if (!is_host_and_port(address)) {
     throw ClusterError(text(field, " is \"", address, "\"; it must be host:port, with a port from 1 to 65535"));
   }
-  const auto host = address.substr(0, colon);
+  const auto host = address.substr(0, address.rfind(':'));
   return host.front() == '[' && host.back() == ']' ? host.substr(1, host.size() - 2) : host;
 }
 
@@ -108,14 +121,14 @@ std::optional<Cluster> from_torchrun(const Environment& environment) {
   if (is_kubeflow_node(environment)) return std::nullopt;  // RANK is the node's
   Cluster cluster{.source = "torchrun"};
   auto& world = cluster.world;
-  world.size = static_cast<int>(number_of(environment, "WORLD_SIZE", 1, kMostRanks));
-  world.rank = static_cast<int>(number_of(environment, "RANK", 0, world.size - 1));
-  const auto optional = [&](const char* name, std::int64_t otherwise) {
-    return static_cast<int>(environment(name) == nullptr ? otherwise : number_of(environment, name, 0, kMostRanks));
+  world.size = number_of(environment, "WORLD_SIZE", 1, kMostRanks);
+  world.rank = number_of(environment, "RANK", 0, world.size - 1);
+  const auto optional = [&](const char* name, int otherwise) {
+    return environment(name) == nullptr ? otherwise : number_of(environment, name, 0, kMostRanks);
   };
   if (environment("LOCAL_RANK") != nullptr) {
-    world.local_size = static_cast<int>(number_of(environment, "LOCAL_WORLD_SIZE", 1, world.size));
-    world.local_rank = static_cast<int>(number_of(environment, "LOCAL_RANK", 0, world.local_size - 1));
+    world.local_size = number_of(environment, "LOCAL_WORLD_SIZE", 1, world.size);
+    world.local_rank = number_of(environment, "LOCAL_RANK", 0, world.local_size - 1);
   }
   if (world.size == 1 && environment("MASTER_ADDR") == nullptr) return cluster;
   const auto master = text_of(environment, "MASTER_ADDR");

@@ -31,7 +31,7 @@ bool is_kubeflow_node(const Environment& environment);
 // process of a job has.
 Cluster alone(const Environment& environment);
 
-inline constexpr std::int64_t kMostRanks = 1'000'000;
+inline constexpr int kMostRanks = 1'000'000;
 
 // Returns how many processes there are of each type: "worker:4,ps:2,evaluator:1", and one chief; `size` in all. Throws
 // ClusterError.
@@ -45,7 +45,7 @@ std::pair<std::string, int> role_of(int rank, const std::map<std::string, int>& 
 Cluster parse_tf_config(const std::string& json);
 
 // The variable as a number from `least` to `most`. Throws ClusterError where it is not set or another thing.
-std::int64_t number_of(const Environment& environment, const char* name, std::int64_t least, std::int64_t most);
+int number_of(const Environment& environment, const char* name, int least, int most);
 
 // The descriptor on which this process speaks with MPICH's process manager. Throws ClusterError.
 int pmi_descriptor(const Environment& environment);
@@ -58,10 +58,16 @@ struct Names {
   const char* local_rank;
 };
 World world_of(const Environment& environment, const Names& names);
+// The variable's text. The first is null, and the second throws ClusterError, where it is not set, or empty.
+const char* value_of(const Environment& environment, const char* name);
 std::string text_of(const Environment& environment, const char* name);
+
+// Sets a World's host, and its place among the ranks of that host, by the hosts of all ranks.
+void set_host(World& world, const std::vector<std::string>& hosts);
 
 // The host of "host:port" or "[v6]:port". Throws ClusterError naming `field`.
 std::string host_of(const std::string& address, const std::string& field);
+bool is_host_and_port(const std::string& address);
 int port_of(const std::string& address, const std::string& field);
 
 // Slurm's node lists: "node[1-3,07],other".

@@ -6,11 +6,6 @@
 namespace lockstep::cluster {
 namespace {
 
-const char* value_of(const Environment& environment, const char* name) {
-  const char* const value = environment(name);
-  return value != nullptr && *value != '\0' ? value : nullptr;
-}
-
 struct Sign {
   const char* variable;
   const char* missing;  // what the resolver of that launcher needs too

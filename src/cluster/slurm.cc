@@ -143,8 +143,8 @@ std::optional<Cluster> from_slurm(const Environment& environment) {
   }
   Cluster cluster{.source = "Slurm"};
   auto& world = cluster.world;
-  world.size = static_cast<int>(number_of(environment, "SLURM_STEP_NUM_TASKS", 1, kMostRanks));
-  world.rank = static_cast<int>(number_of(environment, "SLURM_PROCID", 0, world.size - 1));
+  world.size = number_of(environment, "SLURM_STEP_NUM_TASKS", 1, kMostRanks);
+  world.rank = number_of(environment, "SLURM_PROCID", 0, world.size - 1);
   const auto nodes = expand_node_list(text_of(environment, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST");
   const auto counts =
       expand_task_counts(text_of(environment, "SLURM_STEP_TASKS_PER_NODE"), "SLURM_STEP_TASKS_PER_NODE");
@@ -153,10 +153,10 @@ std::optional<Cluster> from_slurm(const Environment& environment) {
         text("SLURM_STEP_TASKS_PER_NODE is of ", counts.size(), " nodes, SLURM_STEP_NODELIST of ", nodes.size()));
   }
   const auto node =
-      static_cast<std::size_t>(number_of(environment, "SLURM_NODEID", 0, static_cast<std::int64_t>(nodes.size()) - 1));
+      static_cast<std::size_t>(number_of(environment, "SLURM_NODEID", 0, static_cast<int>(nodes.size()) - 1));
   world.host = nodes[node];
   world.local_size = counts[node];
-  world.local_rank = static_cast<int>(number_of(environment, "SLURM_LOCALID", 0, world.local_size - 1));
+  world.local_rank = number_of(environment, "SLURM_LOCALID", 0, world.local_size - 1);
   if (world.size == 1) return cluster;
   cluster.store = nodes.size() == 1 ? "127.0.0.1" : nodes[0];
   cluster.job = text("Slurm ", text_of(environment, "SLURM_JOB_ID"), ".", text_of(environment, "SLURM_STEP_ID"));

@@ -5,6 +5,7 @@
 
 #include "base/process.h"
 #include "base/text.h"
+#include "cluster/resolvers.h"
 #include "cluster/store_backend.h"
 #include "cluster/tcp_store.h"
 #include "lockstep/base/error.h"
@@ -107,10 +108,7 @@ EtcdAddress parse_etcd(const std::string& address) {
   std::istringstream endpoints(rest.substr(0, slash));
   for (std::string endpoint; std::getline(endpoints, endpoint, ',');) {
     parsed.endpoints.push_back(endpoint);
-    const auto colon = endpoint.rfind(':');
-    const auto port = colon == std::string::npos ? std::nullopt : whole_number(endpoint.substr(colon + 1));
-    if (colon == 0 || !port || *port < 1 || *port > 65535)
-      fail(text("of which \"", endpoint, "\" is no host and port"));
+    if (!is_host_and_port(endpoint)) fail(text("of which \"", endpoint, "\" is no host and port"));
   }
   if (parsed.endpoints.empty()) fail("without a host");
   if (slash != std::string::npos) parsed.job = rest.substr(slash + 1);

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include "base/process.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "transport/connections.h"
@@ -15,9 +16,7 @@ Deadline for_last_words() { return Deadline::after(std::chrono::seconds(1)); }
 // Containers of one host may have equal host names and process ids: a random name tells them apart.
 std::string this_process() {
   static const std::string unique = transport::random_name();
-  std::string host(256, '\0');
-  gethostname(host.data(), host.size() - 1);
-  return text("process ", getpid(), " of ", host.c_str(), " (", unique.substr(0, 8), ")");
+  return text("process ", getpid(), " of ", name_of_this_host(), " (", unique.substr(0, 8), ")");
 }
 
 std::string generation_of(int rank) { return text("generation of rank ", rank); }

@@ -31,7 +31,7 @@ std::string seal_frame(transport::Seal& seal, std::uint32_t code, const std::str
 // A frame that open_frame has opened; `items` is empty where the rest is no list of strings. open_frame throws
 // ClusterError where there is no code.
 struct OpenedFrame {
-  std::uint32_t code;
+  std::uint32_t code = 0;
   std::optional<std::vector<std::string>> items;
 };
 OpenedFrame open_frame(transport::Seal& seal, std::string_view sealed);

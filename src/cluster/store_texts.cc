@@ -1,7 +1,6 @@
 #include "cluster/store_texts.h"
 
 #include <cstdint>
-#include <cstring>
 
 #include "base/text.h"
 

@@ -9,23 +9,19 @@
 namespace lockstep::cluster {
 namespace {
 
-struct Answer {
-  std::uint32_t code = StoreFrame::done;
-  std::vector<std::string> items;
-};
-
-Answer read_answer(const FileDescriptor& socket, transport::Seal& seal, Deadline deadline) {
+// Its `items` are there.
+OpenedFrame read_answer(const FileDescriptor& socket, transport::Seal& seal, Deadline deadline) {
   const auto length = transport::read_value<std::uint32_t>(socket, deadline);
   if (length > StoreFrame::kLongestSealed) {
     throw ClusterError(text("an answer of ", length, " bytes is not to be believed"));
   }
   std::string bytes(length, '\0');
   transport::read_all(socket, std::as_writable_bytes(std::span(bytes)), deadline);
-  auto [code, items] = open_frame(seal, bytes);
-  if (!items) throw ClusterError("an answer that cannot be read");
-  const bool has_reason = code == StoreFrame::refused || code == StoreFrame::failed;
-  if (has_reason && items->empty()) throw ClusterError("an answer without a reason");
-  return {code, std::move(*items)};
+  auto answer = open_frame(seal, bytes);
+  if (!answer.items) throw ClusterError("an answer that cannot be read");
+  const bool has_reason = answer.code == StoreFrame::refused || answer.code == StoreFrame::failed;
+  if (has_reason && answer.items->empty()) throw ClusterError("an answer without a reason");
+  return answer;
 }
 
 }  // namespace
@@ -91,7 +87,7 @@ std::vector<std::string> TcpStore::ask(std::uint32_t code, const std::vector<std
                                        int answers) {
   auto link = take_idle();
   if (!link.socket.open()) link = open_link(deadline);
-  Answer answer;
+  OpenedFrame answer;
   try {
     const auto bytes = seal_frame(link.seal, code, pack(items));
     transport::write_all(link.socket, std::as_bytes(std::span(bytes)), deadline);
@@ -103,13 +99,13 @@ std::vector<std::string> TcpStore::ask(std::uint32_t code, const std::vector<std
   } catch (const ClusterError& error) {
     throw ClusterError(text("the store at ", address_, ": ", error.what()));
   }
-  if (answer.code == StoreFrame::refused) throw ClusterError(text("the store at ", address_, ": ", answer.items[0]));
-  if (answer.code == StoreFrame::failed) throw ClusterError(answer.items[0]);
-  if (answers >= 0 && answer.items.size() != static_cast<std::size_t>(answers)) {
-    throw ClusterError(
-        text("the store at ", address_, " answered with ", answer.items.size(), " strings, not ", answers));
+  auto& strings = *answer.items;
+  if (answer.code == StoreFrame::refused) throw ClusterError(text("the store at ", address_, ": ", strings[0]));
+  if (answer.code == StoreFrame::failed) throw ClusterError(strings[0]);
+  if (answers >= 0 && strings.size() != static_cast<std::size_t>(answers)) {
+    throw ClusterError(text("the store at ", address_, " answered with ", strings.size(), " strings, not ", answers));
   }
-  return std::move(answer.items);
+  return std::move(strings);
 }
 
 TcpStore::Link TcpStore::open_link(Deadline deadline) {

@@ -81,9 +81,9 @@ Cluster parse_tf_config(const std::string& json) {
 
 // The chief is rank 0; where there is none, worker 0 is the chief.
 std::optional<Cluster> from_tf_config(const Environment& environment) {
-  const char* const value = environment("TF_CONFIG");
-  if (value == nullptr || *value == '\0') return std::nullopt;
-  auto cluster = parse_tf_config(text_of(environment, "TF_CONFIG"));
+  const char* const value = value_of(environment, "TF_CONFIG");
+  if (value == nullptr) return std::nullopt;
+  auto cluster = parse_tf_config(value);
   auto members = cluster.jobs["chief"];
   const auto chiefs = members.size();
   if (chiefs > 1) fail(text("cluster.chief has ", chiefs, " entries; there is one chief"));
@@ -94,19 +94,14 @@ std::optional<Cluster> from_tf_config(const Environment& environment) {
   if (twice != sorted.end()) fail(text("cluster has ", *twice, " twice"));
   if (cluster.task_type != "chief" && cluster.task_type != "worker") return cluster;  // alone, or a server
 
+  const auto address_of_rank_0 = members[0];
   auto& world = cluster.world;
   world.size = static_cast<int>(members.size());
   world.rank = cluster.task_index + (cluster.task_type == "worker" ? static_cast<int>(chiefs) : 0);
-  const auto host = [&](int rank) { return host_of(members[static_cast<std::size_t>(rank)], "TF_CONFIG"); };
-  world.host = host(world.rank);
-  world.local_size = 0;
-  for (int r = 0; r < world.size; ++r) {
-    if (host(r) != world.host) continue;
-    if (r == world.rank) world.local_rank = world.local_size;
-    ++world.local_size;
-  }
+  for (auto& member : members) member = host_of(member, "TF_CONFIG");
+  set_host(world, members);
   if (world.size == 1) return cluster;
-  cluster.store = members[0];
+  cluster.store = address_of_rank_0;
   cluster.holds_store = world.rank == 0;
   return cluster;
 }

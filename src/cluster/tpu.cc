@@ -19,8 +19,8 @@ std::optional<Cluster> from_tpu(const Environment& environment) {
   std::istringstream list(names);
   for (std::string host; std::getline(list, host, ',');) hosts.push_back(host);
   if (hosts.size() <= 1) {
-    const char* const id = environment("TPU_WORKER_ID");
-    if (id == nullptr || *id == '\0' || whole_number(id) == 0) return std::nullopt;
+    const char* const id = value_of(environment, "TPU_WORKER_ID");
+    if (id == nullptr || whole_number(id) == 0) return std::nullopt;
     throw ClusterError(text("TPU_WORKER_ID is \"", id, "\", and TPU_WORKER_HOSTNAMES is \"", names,
                             "\": it must name the hosts of all of the TPU's workers, with commas between them"));
   }
@@ -34,7 +34,7 @@ std::optional<Cluster> from_tpu(const Environment& environment) {
     throw ClusterError(text("TPU_WORKER_HOSTNAMES names ", hosts.size(),
                             " hosts, and TPU_WORKER_ID, the place of this ", "one in that list (from 0), is not set"));
   }
-  world.rank = static_cast<int>(number_of(environment, "TPU_WORKER_ID", 0, world.size - 1));
+  world.rank = number_of(environment, "TPU_WORKER_ID", 0, world.size - 1);
   world.host = hosts[static_cast<std::size_t>(world.rank)];
   cluster.store = hosts[0];
   cluster.job = text("TPU of ", names);

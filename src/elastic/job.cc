@@ -67,7 +67,7 @@ struct Job::State {
         return store.emplace(stores->at(first.store).without_prefix().prefixed(prefix));
       } catch (const Error& error) {
         if (members.world.rank == 0) throw;
-        if (cluster::Liveness::is_loss(liveness.look(first)) || deadline.passed()) {
+        if (cluster::Liveness::is_loss(liveness.look(first.store, first.name)) || deadline.passed()) {
           throw PeerLost(0, members.world.generation, text("its host's store does not answer (", error.what(), ")"));
         }
       }

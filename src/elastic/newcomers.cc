@@ -147,7 +147,7 @@ ClaimedPart::ClaimedPart(const std::shared_ptr<cluster::ConnectedStores>& stores
   cluster::Liveness liveness(stores);
   for (auto before = stores->compare_set(store, kClaims, "", "");;) {
     auto claims = claims_in(before);
-    std::erase_if(claims, [&](const Claim& claim) { return liveness.look(claim) != Sign::lives; });
+    std::erase_if(claims, [&](const Claim& claim) { return liveness.look(claim.store, claim.name) != Sign::lives; });
     part_ = part_of_fewest(claims, row_size);
     claims.push_back({name_, stores->here().address(), part_});
     const auto after = print(claims), kept = stores->compare_set(store, kClaims, before, after);
@@ -254,7 +254,7 @@ bool Candidate::training_has_ended() {
     return true;
   }
   for (const auto& process : latest->processes) {
-    if (liveness_.look(process) == Sign::lives) return false;
+    if (liveness_.look(process.store, process.name) == Sign::lives) return false;
   }
   tell_refusal(cluster::kNobodyIsLeft);
   throw ClusterError("all workers of the job that this process was to join have ended");
@@ -311,7 +311,7 @@ std::vector<Process> Watch::waiting() {
   MutexLock lock(mutex_);
   std::vector<Process> wait, there;  // `there`: without those whose host is silent, perhaps for a while
   for (const auto& one : seen_) {
-    const auto sign = was_answered(one) ? Sign::ended : liveness_.look(one);
+    const auto sign = was_answered(one) ? Sign::ended : liveness_.look(one.store, one.name);
     if (sign != Sign::ended) wait.push_back(one);
     if (!cluster::Liveness::is_loss(sign)) there.push_back(one);
   }

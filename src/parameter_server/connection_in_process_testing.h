@@ -26,8 +26,7 @@ class ConnectionInProcess : public ServerConnection {
     store->table(table).read(ids, values.data());
   }
   void pull(std::span<std::byte* const> shards, std::vector<std::int64_t>& versions, Deadline) override {
-    versions.resize(store->size());
-    for (std::size_t i = 0; i < store->size(); ++i) versions[i] = store->shard(i).read(shards[i], versions[i]);
+    store->pull(shards, versions);
   }
   bool cut(std::int64_t end, Deadline) override {
     store->cut(end);

@@ -69,7 +69,7 @@ void Coordinator::begin(std::int64_t call, std::int64_t model, const UpdateMode&
   training_ = &trainings_.try_emplace(model, mode).first->second;
   parts_.clear();
   finished_.clear();
-  for (const auto& results : uncounted) finished_.push_back({0, {results}});
+  for (const auto& results : uncounted) finished_.push_back({.results = results});
   failure_ = different_calls_;
   reconnected_by_ = until_reconnected();
   changed_.notify_all();
@@ -118,7 +118,7 @@ std::optional<Coordinator::FinishedStep> Coordinator::wait_for_step(Deadline dea
     if (failure_.empty() && training_->schedule.all_finished()) return std::nullopt;
     wait_for_workers(deadline, "waiting for a worker to finish a step");
   }
-  auto step = std::move(finished_.front().finished);
+  auto step = std::move(finished_.front());
   finished_.pop_front();
   return step;
 }
@@ -162,8 +162,8 @@ Coordinator::Finished Coordinator::wait_for_begun(std::int64_t model, std::int64
     wait_for_workers(deadline, "waiting for the steps before a checkpoint");
   }
   Finished steps{.end = begun()};
-  for (const auto& [step, finished] : finished_) {
-    if (step < steps.end && &training->second == training_) steps.uncounted.push_back(finished.results);
+  for (const auto& finished : finished_) {
+    if (finished.step < steps.end && &training->second == training_) steps.uncounted.push_back(finished.results);
   }
   return steps;
 }

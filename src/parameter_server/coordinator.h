@@ -70,6 +70,7 @@ class Coordinator final : public ChiefService {
   bool step_is_ready(Deadline look, Deadline deadline);
 
   struct FinishedStep {
+    std::int64_t step = 0;
     std::vector<double> results;  // of its parts, added in their order
 
     // Steps of other workers that finished from when a worker got this one until it had finished the step; of several
@@ -186,11 +187,7 @@ class Coordinator final : public ChiefService {
   std::map<Task, FinishedStep> parts_ LOCKSTEP_GUARDED_BY(mutex_);           // of steps that have not finished
   std::map<int, std::int64_t> finished_before_ LOCKSTEP_GUARDED_BY(mutex_);  // [worker] when it got its task
   Deadline reconnected_by_ LOCKSTEP_GUARDED_BY(mutex_) = Deadline::never();  // while no worker is connected
-  struct Uncounted {
-    std::int64_t step = 0;
-    FinishedStep finished;
-  };
-  std::deque<Uncounted> finished_ LOCKSTEP_GUARDED_BY(mutex_);  // that nobody has waited for
+  std::deque<FinishedStep> finished_ LOCKSTEP_GUARDED_BY(mutex_);            // that nobody has waited for
   bool held_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   std::string failure_ LOCKSTEP_GUARDED_BY(mutex_);
   std::string plan_ LOCKSTEP_GUARDED_BY(mutex_), state_ LOCKSTEP_GUARDED_BY(mutex_);

@@ -122,9 +122,9 @@ void Coordinator::collect(int worker, const Report& report) {
   const auto finished = training_->schedule.finished().count();
   if (!training_->schedule.finish(worker, report.task)) return;
   const auto before = finished_before_.find(worker);
-  parts_[report.task] = {report.results, before == finished_before_.end() ? 0 : finished - before->second};
+  parts_[report.task] = {step, report.results, before == finished_before_.end() ? 0 : finished - before->second};
   if (!training_->schedule.finished().contains(step)) return;
-  FinishedStep whole;
+  FinishedStep whole{.step = step};
   auto& sums = whole.results;
   const auto first = parts_.lower_bound({step, 0}), end = parts_.lower_bound({step + 1, 0});
   for (auto part = first; part != end; ++part) {
@@ -134,7 +134,7 @@ void Coordinator::collect(int worker, const Report& report) {
     whole.staleness = std::max(whole.staleness, part->second.staleness);
   }
   parts_.erase(first, end);
-  finished_.push_back({step, std::move(whole)});
+  finished_.push_back(std::move(whole));
 }
 
 std::optional<std::string> Coordinator::outcome(std::int64_t call, Deadline deadline) {

@@ -37,7 +37,7 @@ class RestartedServer : public testing::Test {
   static double value(const ServedModels& models) {
     double value = 0;
     std::vector<std::int64_t> versions;
-    models.pull(0, std::vector{reinterpret_cast<std::byte*>(&value)}, versions, soon_enough());
+    models.wait_for_values(0, soon_enough())->pull(std::vector{reinterpret_cast<std::byte*>(&value)}, versions);
     return value;
   }
 
@@ -88,9 +88,9 @@ TEST_F(RestartedServer, ATransferThatBreaksOffLeavesNothing) {
   };
   serve(checkpoint_with(5));
   EXPECT_EQ(value(*server_.models()), 5);
-  EXPECT_EQ(server_.models()->push(0, {.task = {3}, .weight = 1, .gradients = {nullptr}}), 0);
+  EXPECT_EQ(server_.models()->find(0)->push({.task = {3}, .weight = 1, .gradients = {nullptr}}), 0);
   EXPECT_EQ(value(*server_.second_copies()), 7);  // the first copy's, for which it has waited
-  EXPECT_GT(server_.second_copies()->push(0, {.task = {3}, .weight = 1, .gradients = {nullptr}}), 0);
+  EXPECT_GT(server_.second_copies()->find(0)->push({.task = {3}, .weight = 1, .gradients = {nullptr}}), 0);
 }
 
 TEST_F(RestartedServer, ASecondCopyWaitsForTheFirstOneAndNotForEver) {

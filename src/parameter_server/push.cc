@@ -1,8 +1,5 @@
 #include "parameter_server/push.h"
 
-#include <algorithm>
-#include <functional>
-
 #include "base/text.h"
 #include "lockstep/base/error.h"
 

@@ -29,13 +29,7 @@ void take_all_of_tf_config(Cluster& cluster) {
     if (type == cluster.task_type) break;
     world.rank += static_cast<int>(cluster.jobs[type].size());
   }
-  world.host = hosts[static_cast<std::size_t>(world.rank)];
-  world.local_size = world.local_rank = 0;
-  for (int rank = 0; rank < world.size; ++rank) {
-    if (hosts[static_cast<std::size_t>(rank)] != world.host) continue;
-    if (rank == world.rank) world.local_rank = world.local_size;
-    ++world.local_size;
-  }
+  cluster::set_host(world, hosts);
   if (cluster.jobs["chief"].empty()) return;
   cluster.store = cluster.jobs["chief"][0];
   cluster.holds_store = world.rank == 0;

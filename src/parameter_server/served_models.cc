@@ -43,7 +43,7 @@ void ServedModels::drop(std::int64_t model) {
   if (const auto found = models_.find(model); found != models_.end()) found->second.dropped = true;
 }
 
-const ServedModels::Served& ServedModels::find(std::int64_t model) const {
+const ServedModels::Served& ServedModels::served(std::int64_t model) const {
   const auto found = models_.find(model);
   if (found != models_.end()) return found->second;
   throw InvalidArgument(text("this server has no model number ", model, "; it has ", models_.size(), " models"));
@@ -61,9 +61,9 @@ void ServedModels::close() {
   changed_.notify_all();
 }
 
-std::shared_ptr<ShardStore> ServedModels::shards_of(std::int64_t model) const {
+std::shared_ptr<ShardStore> ServedModels::find(std::int64_t model) const {
   MutexLock lock(mutex_);
-  return find(model).shards;
+  return served(model).shards;
 }
 
 void ServedModels::open(std::int64_t model, const std::string& user, const std::string& description,
@@ -82,41 +82,27 @@ void ServedModels::open(std::int64_t model, const std::string& user, const std::
   throw InvalidArgument(text("the processes' models differ: the server has ", ours, ", and it is asked for ", theirs));
 }
 
-std::int64_t ServedModels::push(std::int64_t model, Push push) const { return shards_of(model)->push(std::move(push)); }
-
 std::shared_ptr<ShardStore> ServedModels::find_written(std::int64_t model) const {
   MutexLock lock(mutex_);
   const auto found = models_.find(model);
   return found != models_.end() && found->second.written ? found->second.shards : nullptr;
 }
 
-std::shared_ptr<ShardStore> ServedModels::written_shards_of(std::int64_t model, Deadline deadline) const {
+std::shared_ptr<ShardStore> ServedModels::wait_for_values(std::int64_t model, Deadline deadline) const {
   MutexLock lock(mutex_);
-  while (!find(model).written) wait(deadline, "the chief has written the first values");
-  return find(model).shards;
-}
-
-void ServedModels::pull_rows(std::int64_t model, std::size_t table, std::span<const std::int64_t> ids,
-                             std::byte* values, Deadline deadline) const {
-  written_shards_of(model, deadline)->table(table).read(ids, values);
-}
-
-void ServedModels::pull(std::int64_t model, std::span<std::byte* const> shards, std::vector<std::int64_t>& versions,
-                        Deadline deadline) const {
-  const auto store = written_shards_of(model, deadline);
-  versions.resize(store->size(), Shard::kNoVersion);
-  for (std::size_t i = 0; i < store->size(); ++i) versions[i] = store->shard(i).read(shards[i], versions[i]);
+  while (!served(model).written) wait(deadline, "the chief has written the first values");
+  return served(model).shards;
 }
 
 std::int64_t ServedModels::write(std::int64_t model, std::span<const std::byte* const> shards) {
-  const auto transfer = shards_of(model)->write(shards);
+  const auto transfer = find(model)->write(shards);
   set_written(model);
   return transfer;
 }
 
 void ServedModels::set_written(std::int64_t model) {
   MutexLock lock(mutex_);
-  find(model);
+  served(model);
   models_[model].written = true;
   changed_.notify_all();
 }
@@ -126,43 +112,12 @@ void ServedModels::wait_for(std::int64_t model, Deadline deadline) const {
   while (model > last_added_) wait(deadline, text("the server makes model number ", model));
 }
 
-bool ServedModels::cut(std::int64_t model, std::int64_t end) const {
-  const auto shards = find_written(model);
-  if (shards != nullptr) shards->cut(end);
-  return shards != nullptr;
-}
-
-std::optional<std::int64_t> ServedModels::save(std::int64_t model, std::int64_t end, const std::string& file) const {
-  return shards_of(model)->save(end, file);
-}
-
 std::int64_t ServedModels::restore(std::int64_t model, const std::string& checkpoint,
                                    std::optional<std::int64_t> chief) {
   checkpoint::ShardedArchive archive(checkpoint);
-  const auto transfer = shards_of(model)->restore(archive, saved_steps_of(archive.main()), chief);
+  const auto transfer = find(model)->restore(archive, saved_steps_of(archive.main()), chief);
   if (chief) set_written(model);
   return transfer;
-}
-
-std::vector<std::size_t> ServedModels::shard_bytes(std::int64_t model) const {
-  const auto store = shards_of(model);
-  std::vector<std::size_t> bytes;
-  for (std::size_t i = 0; i < store->size(); ++i) bytes.push_back(store->shard(i).bytes());
-  return bytes;
-}
-
-std::vector<TableSpec> ServedModels::tables(std::int64_t model) const {
-  const auto store = shards_of(model);
-  std::vector<TableSpec> tables;
-  for (std::size_t i = 0; i < store->tables(); ++i) tables.push_back(store->table(i).table());
-  return tables;
-}
-
-std::vector<std::size_t> ServedModels::element_sizes(std::int64_t model) const {
-  const auto store = shards_of(model);
-  std::vector<std::size_t> sizes;
-  for (std::size_t i = 0; i < store->size(); ++i) sizes.push_back(size_of(store->shard(i).dtype()));
-  return sizes;
 }
 
 }  // namespace lockstep::parameter_server

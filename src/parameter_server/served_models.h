@@ -62,30 +62,20 @@ class ServedModels {
 
   // As ServerConnection's; `user` is the process that calls.
   void open(std::int64_t model, const std::string& user, const std::string& description, Deadline deadline);
-  std::int64_t push(std::int64_t model, Push push) const;
-  bool cut(std::int64_t model, std::int64_t end) const;
-  std::optional<std::int64_t> save(std::int64_t model, std::int64_t end, const std::string& file) const;
   std::int64_t restore(std::int64_t model, const std::string& checkpoint, std::optional<std::int64_t> chief);
-  void pull(std::int64_t model, std::span<std::byte* const> shards, std::vector<std::int64_t>& versions,
-            Deadline deadline) const;
   std::int64_t write(std::int64_t model, std::span<const std::byte* const> shards);
-  void pull_rows(std::int64_t model, std::size_t table, std::span<const std::int64_t> ids, std::byte* values,
-                 Deadline deadline) const;
 
-  // A transfer begins with this; null where there is no such model, or the model has no values.
+  // The model's shards. The second waits until they have values. The third is null where there is no such model, or the
+  // model has no values.
+  std::shared_ptr<ShardStore> find(std::int64_t model) const;
+  std::shared_ptr<ShardStore> wait_for_values(std::int64_t model, Deadline deadline) const;
   std::shared_ptr<ShardStore> find_written(std::int64_t model) const;
-
-  // Ends all waits, now and later, with Aborted: the process is ending.
-  void close();
 
   // Waits until this server has made the model: it may have been started again.
   void wait_for(std::int64_t model, Deadline deadline) const;
 
-  // Bytes of the values of its shards, and of one element of each.
-  std::vector<std::size_t> shard_bytes(std::int64_t model) const;
-  std::vector<std::size_t> element_sizes(std::int64_t model) const;
-
-  std::vector<TableSpec> tables(std::int64_t model) const;
+  // Ends all waits, now and later, with Aborted: the process is ending.
+  void close();
 
  private:
   struct Served {
@@ -96,12 +86,10 @@ class ServedModels {
     std::vector<std::int64_t> dropped_before = {};  // models that had been dropped when this one was added
     std::set<std::string> users = {};
   };
-  std::shared_ptr<ShardStore> shards_of(std::int64_t model) const;
-  std::shared_ptr<ShardStore> written_shards_of(std::int64_t model, Deadline deadline) const;
   void set_written(std::int64_t model);
   void wait(Deadline deadline, const std::string& for_what) const
       LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
-  const Served& find(std::int64_t model) const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  const Served& served(std::int64_t model) const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
 
   const int users_;
   mutable Mutex mutex_;

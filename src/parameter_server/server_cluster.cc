@@ -1,6 +1,5 @@
 #include "parameter_server/server_cluster.h"
 
-#include <algorithm>
 #include <map>
 #include <sstream>
 
@@ -49,15 +48,9 @@ Store find(const Cluster& cluster, double start_seconds) {
   return store.prefixed(prefix(store, cluster.world.rank, deadline));
 }
 
-// A process in the store: its host, and where it answers, if it does.
-struct Entry {
-  std::string host, address;
-};
-std::string print(const Entry& entry) { return entry.host + "\n" + entry.address; }
-Entry parse(const std::string& printed) {
-  const auto end = printed.find('\n');
-  return {printed.substr(0, end), printed.substr(end + 1)};
-}
+// A process's entry in the store: its host, and, in the next line, where it answers, if it does.
+std::string host_in(const std::string& entry) { return entry.substr(0, entry.find('\n')); }
+std::string address_in(const std::string& entry) { return entry.substr(entry.find('\n') + 1); }
 
 std::string description_of(const ModelSpec& model, const std::vector<ShardPlace>& places, const Optimizer& optimizer,
                            const ServerClusterOptions& options) {
@@ -115,16 +108,16 @@ ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions option
     coordinator_ =
         std::make_shared<Coordinator>(roles_.workers, options_.reconnect_seconds, number, options_.replicas_of_shards);
   }
-  Entry entry{.host = cluster.world.host};
+  auto entry = cluster.world.host + "\n";
   if (server_ || coordinator_) {
     const auto host = cluster::host_of(store_.address(), "the store's address");
     const auto address = transport::address_towards(host, deadline);
     Services services{.chief = coordinator_};
     if (server_) services.models = server_->models(), services.second_copies = server_->second_copies();
     endpoint_ = engine_.serve(transport::with_port(address, 0), access_, services);
-    entry.address = endpoint_->address();
+    entry += endpoint_->address();
   }
-  store_.set(key_of(roles_.mine, roles_.index), print(entry), deadline);
+  store_.set(key_of(roles_.mine, roles_.index), entry, deadline);
   wait_for_all(deadline);
   if (!is_chief()) {
     const Process self{key_of(roles_.mine, roles_.index), roles_.mine == Role::worker ? roles_.index : -1};
@@ -192,13 +185,13 @@ void ServerCluster::wait_for_all(Deadline deadline) {
                            text(" (", first_of(missing), " did not come)"));
   }
   if (roles_.mine != Role::worker) return;
-  place_.size = 0;
-  const auto host_of_worker = [&](int worker) { return parse(entries[static_cast<std::size_t>(worker) + 1]).host; };
+  std::vector<std::string> hosts;
   for (int worker = 0; worker < roles_.workers; ++worker) {
-    if (host_of_worker(worker) != host_of_worker(roles_.index)) continue;
-    if (worker == roles_.index) place_.rank = place_.size;
-    ++place_.size;
+    hosts.push_back(host_in(entries[static_cast<std::size_t>(worker) + 1]));
   }
+  World workers{.rank = roles_.index, .size = roles_.workers};
+  cluster::set_host(workers, hosts);
+  partition_ = {workers.local_rank, workers.local_size};
 }
 
 int ServerCluster::agree_on_replicas(int mine) const {
@@ -214,9 +207,8 @@ int ServerCluster::agree_on_replicas(int mine) const {
 }
 
 FindAddress ServerCluster::address_of(Role role, int index) const {
-  return [store = store_, key = key_of(role, index)](Deadline deadline) {
-    return parse(store.get(key, deadline)).address;
-  };
+  return
+      [store = store_, key = key_of(role, index)](Deadline deadline) { return address_in(store.get(key, deadline)); };
 }
 
 std::shared_ptr<Client> ServerCluster::make_model(const ModelSpec& model, const Optimizer& optimizer) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cluster/cpu_partition.h"
 #include "lockstep/cluster/store.h"
 #include "lockstep/optimizer/optimizer.h"
 #include "parameter_server/client.h"
@@ -39,11 +40,8 @@ class ServerCluster {
   bool is_chief() const { return roles_.mine == Role::chief; }
   const UpdateMode& mode() const { return options_.mode; }
 
-  // This process's number among this host's workers, and their count; of other processes 0 of 1.
-  struct Place {
-    int rank = 0, size = 1;
-  };
-  Place among_local_workers() const { return place_; }
+  // This process's place among this host's workers; of other processes 0 of 1.
+  const cluster::CpuPartition& partition() const { return partition_; }
 
   // Returns how many replicas each worker has; a worker passes its own. Throws ClusterError where workers differ.
   int agree_on_replicas(int mine) const;
@@ -139,7 +137,7 @@ class ServerCluster {
   std::shared_ptr<Coordinator> coordinator_;  // of the chief
   std::unique_ptr<Endpoint> endpoint_;        // of both
   std::shared_ptr<ChiefConnection> chief_;
-  Place place_;
+  cluster::CpuPartition partition_;
   std::int64_t models_made_ = 0, calls_ = 0, acts_ = 0;
   bool chief_failed_ = false;  // the last call failed on the chief too
   bool restarted_ = false;

@@ -23,8 +23,7 @@ Memory filled(std::size_t count, double value) {
 std::vector<Memory> initial_state(const Optimizer& optimizer, std::size_t count, DType dtype) {
   std::vector<Memory> state;
   for (const auto& spec : optimizer.rule().states()) {
-    state.push_back(dtype == DType::float64 ? filled<double>(count, spec.initial_value)
-                                            : filled<float>(count, spec.initial_value));
+    state.push_back(with_element(dtype, [&]<class T>(T) { return filled<T>(count, spec.initial_value); }));
   }
   return state;
 }
@@ -69,16 +68,17 @@ bool Shard::apply(std::int64_t step, std::span<const std::byte* const> gradients
   MutexLock lock(mutex_);
   if (data_.applied.contains(step)) return false;
   apply(data_, step, gradients, divide_by, learning_rate);
-  if (cut_ && step < cut_->end) apply(cut_->data, step, gradients, divide_by, learning_rate);
+  if (cut_ && step < end_of_cut_) apply(*cut_, step, gradients, divide_by, learning_rate);
   return true;
 }
 
 void Shard::apply(Data& data, std::int64_t step, std::span<const std::byte* const> gradients, double divide_by,
                   std::optional<double> learning_rate) const {
   const auto update_step = next_update(optimizer_, data.applied.count(), learning_rate);
-  if (!gradients.empty() && dtype_ == DType::float64) update<double>(data, gradients, divide_by, update_step);
-  if (!gradients.empty() && dtype_ == DType::float32) update<float>(data, gradients, divide_by, update_step);
-  if (!gradients.empty()) ++data.version;
+  if (!gradients.empty()) {
+    with_element(dtype_, [&]<class T>(T) { update<T>(data, gradients, divide_by, update_step); });
+    ++data.version;
+  }
   data.applied.add(step);
 }
 
@@ -124,12 +124,13 @@ void Shard::cut(std::int64_t end) {
   };
   MutexLock lock(mutex_);
   cut_.reset();  // before there is another copy
-  cut_ = Cut{end, Data{.values = copy(data_.values), .state = {}, .applied = data_.applied, .version = data_.version}};
-  for (const auto& memory : data_.state) cut_->data.state.push_back(copy(memory));
+  cut_ = Data{.values = copy(data_.values), .state = {}, .applied = data_.applied, .version = data_.version};
+  for (const auto& memory : data_.state) cut_->state.push_back(copy(memory));
+  end_of_cut_ = end;
 }
 
 std::optional<Shard::State> Shard::take_cut(std::int64_t end) {
-  std::optional<Cut> cut;
+  std::optional<Data> cut;
   {
     MutexLock lock(mutex_);
     cut = std::exchange(cut_, std::nullopt);
@@ -137,8 +138,8 @@ std::optional<Shard::State> Shard::take_cut(std::int64_t end) {
   }
   if (!cut) return std::nullopt;
   const auto bytes_of = [this](const Memory& memory) { return std::vector(memory.get(), memory.get() + bytes()); };
-  State state{.values = bytes_of(cut->data.values), .updates = cut->data.applied.count()};
-  for (const auto& memory : cut->data.state) state.optimizer.push_back(bytes_of(memory));
+  State state{.values = bytes_of(cut->values), .updates = cut->applied.count()};
+  for (const auto& memory : cut->state) state.optimizer.push_back(bytes_of(memory));
   return state;
 }
 

@@ -87,10 +87,6 @@ class Shard {
     AppliedSteps applied;
     std::int64_t version = kNoVersion;  // of the values
   };
-  struct Cut {
-    std::int64_t end = 0;
-    Data data;
-  };
   void apply(Data& data, std::int64_t step, std::span<const std::byte* const> gradients, double divide_by,
              std::optional<double> learning_rate) const;
   template <class T>
@@ -103,7 +99,8 @@ class Shard {
 
   mutable Mutex mutex_;
   Data data_ LOCKSTEP_GUARDED_BY(mutex_);
-  std::optional<Cut> cut_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::optional<Data> cut_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::int64_t end_of_cut_ LOCKSTEP_GUARDED_BY(mutex_) = 0;  // steps below this one update the cut too
 };
 
 }  // namespace lockstep::parameter_server

@@ -78,6 +78,11 @@ PushSizes ShardStore::sizes() const {
   return sizes;
 }
 
+void ShardStore::pull(std::span<std::byte* const> values, std::vector<std::int64_t>& versions) const {
+  versions.resize(shards_.size(), Shard::kNoVersion);
+  for (std::size_t i = 0; i < shards_.size(); ++i) versions[i] = shards_[i]->read(values[i], versions[i]);
+}
+
 std::int64_t ShardStore::write(std::span<const std::byte* const> values) {
   const std::shared_lock shared(changes_);
   if (values.size() != shards_.size()) {

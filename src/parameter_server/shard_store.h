@@ -34,11 +34,16 @@ class ShardStore {
   std::size_t tables() const { return tables_.size(); }
   const TableShard& table(std::size_t number) const;
 
+  PushSizes sizes() const;
+
   // Updates each shard and each table that the step has not updated yet by the push's gradients, divided by its weight.
   // With several parts: once enough have come, by those of all, added in the order of parts and divided by the sum of
   // their weights. A push may be repeated; one of an earlier chief than another push or restore is ignored. Returns the
   // number of the last transfer before it. Throws InvalidArgument for one that does not fit.
   std::int64_t push(Push push);
+
+  // Copies the values of all shards, as Shard::read: those whose `versions`, of an earlier call, are not the latest.
+  void pull(std::span<std::byte* const> values, std::vector<std::int64_t>& versions) const;
 
   // Replaces the values of all shards. Returns as `push`.
   std::int64_t write(std::span<const std::byte* const> values);
@@ -63,7 +68,6 @@ class ShardStore {
 
  private:
   void check(const Push& push) const;
-  PushSizes sizes() const;
   void update(Push push);
   void apply(std::span<const Push> parts);
   void apply_to_table(std::size_t number, std::span<const Push> parts, double weight);

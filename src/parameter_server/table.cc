@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <new>
 #include <numbers>
@@ -73,48 +72,6 @@ RowInitializer::RowInitializer(Kind of, double given) : kind(of), scale(given) {
 }
 
 namespace parameter_server {
-namespace {
-
-// Different numbers of one row.
-class RowRandom {
- public:
-  RowRandom(std::uint64_t seed, std::int64_t id) : state_(mix(seed, id)) {}
-
-  // Returns a number in [0, 1), with the 53 bits of a double.
-  double uniform() { return static_cast<double>(mix(state_++) >> 11) * 0x1p-53; }
-
-  // Box and Muller (1958).
-  double normal() {
-    const double radius = std::sqrt(-2 * std::log(1 - uniform()));
-    return radius * std::cos(2 * std::numbers::pi * uniform());
-  }
-
- private:
-  std::uint64_t state_;
-};
-
-template <class T>
-void fill_row(const TableSpec& table, std::int64_t id, T* values) {
-  RowRandom random(table.seed, id);
-  const double scale = table.initializer.scale;
-  for (std::int64_t i = 0; i < table.width; ++i) {
-    switch (table.initializer.kind) {
-      case RowInitializer::Kind::uniform: values[i] = static_cast<T>((2 * random.uniform() - 1) * scale); break;
-      case RowInitializer::Kind::normal: values[i] = static_cast<T>(random.normal() * scale); break;
-      case RowInitializer::Kind::constant: values[i] = static_cast<T>(scale); break;
-    }
-  }
-}
-
-template <class T>
-void add_row(const std::byte* from, std::int64_t width, std::byte* to) {
-  const auto* const source = reinterpret_cast<const T*>(from);
-  auto* const target = reinterpret_cast<T*>(to);
-  for (std::int64_t i = 0; i < width; ++i) target[i] += source[i];
-}
-
-}  // namespace
-
 void check(const TableSpec& table) {
   const auto fail = [&](const char* what, std::int64_t value, const char* allowed) {
     throw InvalidArgument(text("the table \"", table.name, "\" has ", what, " ", value, "; it must be ", allowed));
@@ -138,8 +95,25 @@ int server_of_row(std::int64_t id, int servers) {
 }
 
 void write_initial_values(const TableSpec& table, std::int64_t id, std::byte* values) {
-  if (table.dtype == DType::float64) return fill_row(table, id, reinterpret_cast<double*>(values));
-  fill_row(table, id, reinterpret_cast<float*>(values));
+  auto state = mix(table.seed, id);
+  // Numbers in [0, 1), with the 53 bits of a double.
+  const auto uniform = [&state] { return static_cast<double>(mix(state++) >> 11) * 0x1p-53; };
+  // Box and Muller (1958).
+  const auto normal = [&uniform] {
+    const double radius = std::sqrt(-2 * std::log(1 - uniform()));
+    return radius * std::cos(2 * std::numbers::pi * uniform());
+  };
+  const double scale = table.initializer.scale;
+  with_element(table.dtype, [&]<class T>(T) {
+    auto* const row = reinterpret_cast<T*>(values);
+    for (std::int64_t i = 0; i < table.width; ++i) {
+      switch (table.initializer.kind) {
+        case RowInitializer::Kind::uniform: row[i] = static_cast<T>((2 * uniform() - 1) * scale); break;
+        case RowInitializer::Kind::normal: row[i] = static_cast<T>(normal() * scale); break;
+        case RowInitializer::Kind::constant: row[i] = static_cast<T>(scale); break;
+      }
+    }
+  });
 }
 
 std::vector<std::size_t> ends_of_servers(std::span<const std::int64_t> ids, int servers) {
@@ -172,10 +146,12 @@ void SumOfRows::add(const TableSpec& table, const Rows& part, std::size_t begin,
     if (place == ids_.size()) {
       ids_.push_back(part.ids[i]);
       values_.insert(values_.end(), from, from + row);
-    } else if (table.dtype == DType::float64) {
-      add_row<double>(from, table.width, values_.data() + place * row);
     } else {
-      add_row<float>(from, table.width, values_.data() + place * row);
+      with_element(table.dtype, [&, width = table.width]<class T>(T) {
+        const auto* const source = reinterpret_cast<const T*>(from);
+        auto* const target = reinterpret_cast<T*>(values_.data() + place * row);
+        for (std::int64_t k = 0; k < width; ++k) target[k] += source[k];
+      });
     }
   }
 }

@@ -72,6 +72,12 @@ class IdMap {
   std::vector<Entry> entries_ = std::vector<Entry>(16);
 };
 
+// Calls act(T()), where T is the type of elements of float32 or float64.
+template <class Act>
+auto with_element(DType dtype, const Act& act) {
+  return dtype == DType::float64 ? act(double()) : act(float());
+}
+
 // A table as all processes of a job know it.
 struct TableSpec {
   std::string name;

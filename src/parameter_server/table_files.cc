@@ -39,22 +39,17 @@ std::vector<std::string> arrays_of(const TableSpec& table, const std::vector<std
   return names;
 }
 
-// A tensor of the file, and how its bytes are written.
-struct Tensor {
-  TensorInfo info;
-  std::function<void(ArchiveWriter& file)> write;
-};
+// [tensor of the file]: writes its bytes.
+using Writers = std::map<std::string, std::function<void(ArchiveWriter& file)>>;
 
 void add_tensors(const TableShard& shard, const TableShard::ClosedCut& cut, const std::vector<std::string>& states,
-                 std::map<std::string, Tensor>& tensors) {
+                 std::map<std::string, TensorInfo>& tensors, Writers& writers) {
   const auto& table = shard.table();
   const auto rows = static_cast<std::int64_t>(cut.rows);
   const auto add = [&](const std::string& name, DType dtype, const std::vector<std::int64_t>& shape,
                        const std::function<std::span<const std::byte>(const TableShard::StoredRow& row)>& bytes_of) {
-    auto& tensor = tensors[name];
-    tensor.info.dtype = dtype;
-    tensor.info.shape = shape;
-    tensor.write = [&shard, cut, bytes_of](ArchiveWriter& file) {
+    tensors[name] = {dtype, shape};
+    writers[name] = [&shard, cut, bytes_of](ArchiveWriter& file) {
       shard.for_each(cut, [&](const auto& row) { file.append(bytes_of(row)); });
     };
   };
@@ -164,21 +159,20 @@ std::optional<std::int64_t> save_tables(TableShards tables, const std::vector<st
   const std::shared_ptr<void> ends(nullptr, [&](void*) {
     for (std::size_t i = 0; i < cuts.size(); ++i) tables[i]->end_cut(cuts[i]);
   });
-  std::map<std::string, Tensor> tensors;
+  std::map<std::string, TensorInfo> tensors;
+  Writers writers;
   std::map<std::string, std::string> entries;
   for (const auto& table : tables) {
     const auto cut = table->close_cut(end);
     if (!cut) return std::nullopt;
     cuts.push_back(*cut);
     updates = std::max(updates, cut->updates);
-    add_tensors(*table, *cut, states, tensors);
+    add_tensors(*table, *cut, states, tensors, writers);
     entries[rows_of(table->table())] = std::to_string(table->table().rows);
     entries[initial_values_of(table->table())] = describe_initial_values(table->table());
   }
-  std::map<std::string, TensorInfo> infos;
-  for (const auto& [name, tensor] : tensors) infos[name] = tensor.info;
-  ArchiveWriter writer(file, entries, infos);
-  for (const auto& [name, tensor] : tensors) tensor.write(writer);
+  ArchiveWriter writer(file, entries, tensors);
+  for (const auto& [name, write] : writers) write(writer);
   writer.finish();
   return updates;
 }

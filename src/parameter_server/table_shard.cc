@@ -137,7 +137,7 @@ void TableShard::update_cut(const Rows& gradients, const UpdateStep& step, doubl
 void TableShard::update(std::span<const Record> records, const std::byte* gradients, const UpdateStep& step,
                         double divide_by) const {
   const auto width = static_cast<std::size_t>(table_.width);
-  const auto update_rows = [&]<class T>(T) {
+  with_element(table_.dtype, [&]<class T>(T) {
     Packed<T> rows(records.size(), width, initial_state_.size());
     std::vector<T> sums;
     for (std::size_t i = 0; i < records.size(); ++i) {
@@ -158,23 +158,16 @@ void TableShard::update(std::span<const Record> records, const std::byte* gradie
       rows.store(row++, record.data());
       record.last_update() = step.iteration;
     }
-  };
-  if (table_.dtype == DType::float64) return update_rows(double());
-  update_rows(float());
+  });
 }
 
 // The values, and the state, of a row that was never updated.
 void TableShard::initialize(std::int64_t id, Record record) const {
   write_initial_values(table_, id, record.data());
-  const auto fill = [&]<class T>(T) {
+  with_element(table_.dtype, [&]<class T>(T) {
     auto* at = reinterpret_cast<T*>(record.data() + table_.row_bytes());
     for (const double value : initial_state_) at = std::fill_n(at, table_.width, static_cast<T>(value));
-  };
-  if (table_.dtype == DType::float64) {
-    fill(double());
-  } else {
-    fill(float());
-  }
+  });
   record.last_update() = 0;
 }
 

@@ -102,7 +102,7 @@ Request structured_request(FuzzedDataProvider& data) {
       request.mutable_pull_rows()->set_table(static_cast<std::uint64_t>(number(data)));
       fill(data, *request.mutable_pull_rows()->mutable_rows());
       break;
-    case 3: request.mutable_write()->set_model(0); break;
+    case 3: request.mutable_write(); break;
     case 4: request.mutable_cut()->set_end(number(data)); break;
     case 5: request.mutable_next()->mutable_report()->set_output_bytes(static_cast<std::uint64_t>(number(data))); break;
     case 6: request.mutable_transfer()->set_number(number(data)); break;
@@ -124,7 +124,7 @@ void fuzz(const std::string& bytes) {
     request.set_seconds(0);
     if (request.has_save() || request.has_restore()) continue;  // files that the caller names
     if (request.has_share()) request.mutable_share()->set_process(getpid());
-    if (request.has_open()) request.mutable_open()->set_model(0);  // it would wait for others
+    if (request.has_open()) request.set_model(0);  // it would wait for others
     GivenFrames frames(data);
     try {
       answer(services, state, frames, request);

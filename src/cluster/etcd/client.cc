@@ -70,39 +70,39 @@ Client::Client(const std::vector<std::string>& endpoints) {
   current_ = std::random_device()() % channels_.size();
 }
 
-Client::Place Client::place() {
+std::size_t Client::current() {
   MutexLock lock(mutex_);
-  const auto& [endpoint, channel] = channels_[current_];
-  return {endpoint, channel, current_};
+  return current_;
 }
 
-void Client::leave(const Place& place) {
+void Client::leave(std::size_t member) {
   MutexLock lock(mutex_);
-  if (current_ == place.index) current_ = (current_ + 1) % channels_.size();
+  if (current_ == member) current_ = (current_ + 1) % channels_.size();
 }
 
 // A channel makes progress on connecting only while a thread waits for it. Calls on a channel whose last attempt failed
 // return at once, so that without this wait no connection would be made.
 void Client::pause() {
   const auto began = Deadline::Clock::now();
-  place().channel->WaitForConnected(std::chrono::system_clock::now() + kBetweenAttempts);
+  channels_[current()].second->WaitForConnected(std::chrono::system_clock::now() + kBetweenAttempts);
   std::this_thread::sleep_until(began + kBetweenAttempts);
 }
 
-std::string Client::endpoint() { return place().endpoint; }
+std::string Client::endpoint() { return channels_[current()].first; }
 
 // attempt(channel, context) returns a status.
 template <class Attempt>
 void Client::call(Deadline deadline, const Attempt& attempt) {
   while (true) {
-    const auto at = place();
+    const auto member = current();
+    const auto& [endpoint, channel] = channels_[member];
     grpc::ClientContext context;
     context.set_deadline(end_of_attempt(deadline, channels_.size()));
-    const grpc::Status status = attempt(at.channel, context);
+    const grpc::Status status = attempt(channel, context);
     if (status.ok()) return;
-    const auto what = text("etcd at ", at.endpoint, ": ", status.error_message());
+    const auto what = text("etcd at ", endpoint, ": ", status.error_message());
     if (!another_may_answer(status)) throw ClusterError(what);
-    leave(at);
+    leave(member);
     if (deadline.passed()) throw DeadlineExceeded("asking etcd", deadline.waited(), {}, text(" (", what, ")"));
     pause();
   }
@@ -157,10 +157,10 @@ bool Client::keep_alive(std::int64_t lease, Deadline deadline) {
 }
 
 void Client::wait_for_change(const std::vector<Range>& ranges, std::int64_t since, Deadline deadline) {
-  const auto at = place();
+  const auto member = current();
   grpc::ClientContext context;
   context.set_deadline(end_of_attempt(deadline, 1));
-  const auto stream = open<WatchRequest, WatchResponse>("/etcdserverpb.Watch/Watch", at.channel, context);
+  const auto stream = open<WatchRequest, WatchResponse>("/etcdserverpb.Watch/Watch", channels_[member].second, context);
   bool goes_on = true;
   for (const auto& [key, end] : ranges) {
     WatchRequest request;
@@ -176,7 +176,7 @@ void Client::wait_for_change(const std::vector<Range>& ranges, std::int64_t sinc
   context.TryCancel();
   const auto code = stream->Finish().error_code();
   if (code == grpc::StatusCode::CANCELLED || code == grpc::StatusCode::DEADLINE_EXCEEDED) return;
-  leave(at);
+  leave(member);
   pause();
 }
 

@@ -41,20 +41,16 @@ class Client {
   std::string endpoint();
 
  private:
-  struct Place {
-    std::string endpoint;
-    std::shared_ptr<grpc::Channel> channel;
-    std::size_t index = 0;
-  };
-  Place place();
-  void leave(const Place& place);  // it does not answer
+  std::size_t current();           // the member that is asked now
+  void leave(std::size_t member);  // it does not answer
   void pause();                    // before another attempt
   template <class Attempt>
   void call(Deadline deadline, const Attempt& attempt);
   template <class Request, class Response>
   Response unary(const char* method, const Request& request, Deadline deadline);
 
-  std::vector<std::pair<std::string, std::shared_ptr<grpc::Channel>>> channels_;
+  std::vector<std::pair<std::string, std::shared_ptr<grpc::Channel>>>
+      channels_;  // [member]: its endpoint, and how it is reached; constant
   Mutex mutex_;
   std::size_t current_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
 };

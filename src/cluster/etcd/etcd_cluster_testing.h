@@ -1,7 +1,6 @@
 // For tests: an etcd cluster of some members on this host.
 #pragma once
 
-#include <fcntl.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -27,7 +26,6 @@ class EtcdCluster {
  public:
   // Begins after so long, and waits until it answers. Throws Error with what the members have logged where it does not.
   explicit EtcdCluster(int size, std::chrono::milliseconds begins_after = {}) : folder_(new_folder()) {
-    const auto& folder = folder_.path;
     std::string all;
     std::vector<std::string> peers;
     for (int i = 0; i < size; ++i) {
@@ -38,33 +36,15 @@ class EtcdCluster {
     for (int i = 0; i < size; ++i) {
       const auto place = static_cast<std::size_t>(i);
       const auto client = "http://" + endpoints_[place], peer = "http://" + peers[place];
-      const std::vector<std::string> command{"etcd",
-                                             "--name",
-                                             text("m", i),
-                                             "--data-dir",
-                                             (folder / text("m", i)).string(),
-                                             "--listen-client-urls",
-                                             client,
-                                             "--advertise-client-urls",
-                                             client,
-                                             "--listen-peer-urls",
-                                             peer,
-                                             "--initial-advertise-peer-urls",
-                                             peer,
-                                             "--initial-cluster",
-                                             all,
-                                             "--log-level",
-                                             "error"};
+      const auto name = text("m", i);
+      const auto command =
+          text("exec etcd --name ", name, " --data-dir ", (folder_ / name).string(), " --listen-client-urls ", client,
+               " --advertise-client-urls ", client, " --listen-peer-urls ", peer, " --initial-advertise-peer-urls ",
+               peer, " --initial-cluster ", all, " --log-level error > ", (folder_ / name).string(), ".log 2>&1");
       members_.push_back(std::make_unique<ChildProcess>([&]() -> std::string {
         ::prctl(PR_SET_PDEATHSIG, SIGKILL);
         std::this_thread::sleep_for(begins_after);
-        const int log = ::open((folder / text("m", i, ".log")).c_str(), O_CREAT | O_WRONLY, 0600);
-        ::dup2(log, STDOUT_FILENO);
-        ::dup2(log, STDERR_FILENO);
-        std::vector<char*> words;
-        for (const auto& word : command) words.push_back(const_cast<char*>(word.c_str()));
-        words.push_back(nullptr);
-        ::execvp(words[0], words.data());
+        ::execl("/bin/sh", "sh", "-c", command.c_str(), nullptr);
         ::_exit(127);
       }));
     }
@@ -82,17 +62,7 @@ class EtcdCluster {
     return transport::local_address(listener);
   }
 
-  // A folder in memory: members wait for the disk at each write, for seconds where the disk is busy.
-  struct Folder {
-    explicit Folder(std::filesystem::path of) : path(std::move(of)) {}
-    Folder(const Folder&) = delete;
-    Folder& operator=(const Folder&) = delete;
-    ~Folder() {
-      std::error_code ignored;
-      std::filesystem::remove_all(path, ignored);
-    }
-    const std::filesystem::path path;
-  };
+  // In memory: members wait for the disk at each write, for seconds where the disk is busy.
   static std::filesystem::path new_folder() {
     std::string name = "/dev/shm/lockstep-etcd-XXXXXX";
     if (::mkdtemp(name.data()) == nullptr) throw Error("no folder in /dev/shm");
@@ -106,14 +76,18 @@ class EtcdCluster {
     } catch (const Error& error) {
       std::string said = error.what();
       for (std::size_t i = 0; i < members_.size(); ++i) {
-        std::ifstream log(folder_.path / text("m", i, ".log"));
+        std::ifstream log(folder_ / text("m", i, ".log"));
         said += text("\nm", i, ": ") + std::string(std::istreambuf_iterator<char>(log), {});
       }
       throw Error(said);
     }
   }
 
-  const Folder folder_;
+  const std::filesystem::path folder_;
+  const std::shared_ptr<void> removed_at_end_{nullptr, [folder = folder_](void*) {
+                                                std::error_code ignored;
+                                                std::filesystem::remove_all(folder, ignored);
+                                              }};
   std::vector<std::string> endpoints_;
   std::vector<std::unique_ptr<ChildProcess>> members_;  // end before their folder goes
 };

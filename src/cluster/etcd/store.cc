@@ -74,37 +74,6 @@ std::string digest_of(const std::string& token, const std::string& job) {
 
 }  // namespace
 
-// Keeps a lease for a key of set_at_end.
-class EtcdStore::Presence {
- public:
-  Presence(std::shared_ptr<EtcdStore> store, std::string key, std::string value, Deadline deadline)
-      : store_(std::move(store)), key_(std::move(key)), value_(std::move(value)) {
-    lease_ = store_->client_.grant(kLeaseSeconds, deadline);
-    TxnRequest request;
-    auto& puts = *request.mutable_success();
-    add_put(puts, store_->last_of(key_), value_, store_->lease_);
-    add_put(puts, store_->life_of(key_), "", lease_);
-    add_put(puts, text(store_->process(getpid()), lease_), "", lease_);
-    store_->txn(request, deadline);
-    store_->leases_.add(lease_);
-  }
-  ~Presence() {
-    store_->leases_.remove(lease_);
-    try {
-      store_->compare_set(key_, "", value_, Deadline::after(kToEnd));
-      store_->client_.revoke(lease_, Deadline::after(kToEnd));
-    } catch (const Error&) {  // the lease ends by itself
-    }
-  }
-  Presence(const Presence&) = delete;
-  Presence& operator=(const Presence&) = delete;
-
- private:
-  const std::shared_ptr<EtcdStore> store_;
-  const std::string key_, value_;
-  std::int64_t lease_ = 0;
-};
-
 EtcdStore::EtcdStore(std::string address, Access access)
     : address_(std::move(address)),
       root_("/lockstep/" + cluster::parse_etcd(address_).job + "/"),
@@ -310,8 +279,24 @@ std::string EtcdStore::compare_set(const std::string& key, const std::string& ex
   }
 }
 
+// Keeps a lease, at whose end others set the key.
 std::shared_ptr<void> EtcdStore::set_at_end(const std::string& key, const std::string& value, Deadline deadline) {
-  return std::make_shared<Presence>(shared_from_this(), key, value, deadline);
+  const auto lease = client_.grant(kLeaseSeconds, deadline);
+  TxnRequest request;
+  auto& puts = *request.mutable_success();
+  add_put(puts, last_of(key), value, lease_);
+  add_put(puts, life_of(key), "", lease);
+  add_put(puts, text(process(getpid()), lease), "", lease);
+  txn(request, deadline);
+  leases_.add(lease);
+  return {nullptr, [store = shared_from_this(), key, value, lease](void*) {
+            store->leases_.remove(lease);
+            try {
+              store->compare_set(key, "", value, Deadline::after(kToEnd));
+              store->client_.revoke(lease, Deadline::after(kToEnd));
+            } catch (const Error&) {  // the lease ends by itself
+            }
+          }};
 }
 
 void EtcdStore::fail_waiters(const std::string& prefix, const std::string& suffix, const std::string& reason,

@@ -33,7 +33,6 @@ class EtcdStore final : public cluster::StoreBackend, public std::enable_shared_
   EtcdStore(std::string address, Access access);  // call `connect`
 
  private:
-  class Presence;
   struct Entries {
     std::vector<std::optional<std::string>> values;
     std::int64_t revision = 0;  // of the cluster, when they were read

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/process.h"
 #include "base/text.h"
 #include "cluster/launch/launcher_process.h"
 #include "cluster/launch/other_launcher.h"
@@ -60,13 +61,6 @@ std::vector<std::string> with(const std::map<std::string, std::string>& added) {
   return all;
 }
 
-std::vector<char*> pointers(std::vector<std::string>& texts) {
-  std::vector<char*> all;
-  for (auto& text : texts) all.push_back(text.data());
-  all.push_back(nullptr);
-  return all;
-}
-
 // Between fork and exec: system calls alone.
 [[noreturn]] void become(char** command, char** environment, int in, int out, int error, int problem, pid_t launcher) {
   setpgid(0, 0);
@@ -109,7 +103,7 @@ Child::Child(ChildCommand command) : command_(std::move(command)) {
   Pipe out, error, problem;
   auto arguments = command_.command;
   auto environment = with(command_.environment);
-  const auto raw_arguments = pointers(arguments), raw_environment = pointers(environment);
+  const auto raw_arguments = pointers_to(arguments), raw_environment = pointers_to(environment);
   Input input(command_.input);
   const pid_t launcher = getpid();
   pid_ = fork();
@@ -131,7 +125,7 @@ Child::Child(ChildCommand command) : command_(std::move(command)) {
   }
   fcntl(out.out.get(), F_SETFL, O_NONBLOCK);
   fcntl(error.out.get(), F_SETFL, O_NONBLOCK);
-  streams_[0] = {std::move(out.out), Lines({.redraws = command_.redraws})};
+  streams_[0] = {std::move(out.out), Lines(command_.redraws)};
   streams_[1].socket = std::move(error.out);
 }
 

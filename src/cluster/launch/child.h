@@ -20,20 +20,15 @@ namespace lockstep::launch {
 // With `redraws`, text that ends with a carriage return is a line too, which the next one replaces on the screen.
 class Lines {
  public:
-  struct Options {
-    std::size_t longest = 64 * 1024;
-    bool redraws = false;
-  };
-  Lines() : Lines(Options()) {}
-  explicit Lines(Options options) : options_(options) {}
+  explicit Lines(bool redraws = false, std::size_t longest = 64 * 1024) : redraws_(redraws), longest_(longest) {}
 
   using Take = std::function<void(const std::string& line, bool is_replaced)>;
   void add(const char* bytes, std::size_t count, const Take& take) {
     for (std::size_t i = 0; i < count; ++i) {
-      const bool returns = options_.redraws && bytes[i] == '\r' && !(i + 1 < count && bytes[i + 1] == '\n');
+      const bool returns = redraws_ && bytes[i] == '\r' && !(i + 1 < count && bytes[i + 1] == '\n');
       const bool ends = returns || bytes[i] == '\n';
       if (!ends) begun_.push_back(bytes[i]);
-      if (!ends && begun_.size() < options_.longest) continue;
+      if (!ends && begun_.size() < longest_) continue;
       take(begun_, returns);
       begun_.clear();
     }
@@ -44,7 +39,8 @@ class Lines {
   }
 
  private:
-  Options options_;
+  bool redraws_;
+  std::size_t longest_;
   std::string begun_;
 };
 

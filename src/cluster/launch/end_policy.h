@@ -20,13 +20,15 @@ struct Verdict {
 
 // Answers that question for one job. A member is a process of the job, or the launcher of another host, which runs a
 // part of the job. The Supervisor asks, and does what the answer says. All calls come from its thread.
+//
+// By itself: one fails, all end, and all may be started again. For jobs whose processes all do one thing, and none of
+// which can do without another.
 class EndPolicy {
  public:
   virtual ~EndPolicy() = default;
 
   // The member has ended with another status than 0, and nothing had told the processes to end.
-  virtual Verdict after_failure(const Processes& all, const Child& member) = 0;
-
+  virtual Verdict after_failure(const Processes& /*all*/, const Child& /*member*/) { return {}; }
   virtual void after_success(Processes& /*all*/, const Child& /*member*/) {}
 
   // Is called after each look at the processes, at least once a second, until they are to end. False: all members are
@@ -37,11 +39,8 @@ class EndPolicy {
   virtual bool goes_on_without_launcher(Processes& /*all*/) { return false; }
 
   // The job has failed: how many restarts it has used, where all of it may be started again; else nothing.
-  virtual std::optional<int> restarts_before_new_start() const = 0;
+  virtual std::optional<int> restarts_before_new_start() const { return 0; }
 };
-
-// One fails, all end, and all may be started again.
-std::unique_ptr<EndPolicy> end_together();
 
 // The chief, workers, servers and the evaluator of a job with parameter servers. Processes of each role are started
 // again up to `restarts` times; the job goes on without a worker or an evaluator, and ends with its chief.

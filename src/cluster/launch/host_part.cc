@@ -39,17 +39,6 @@ constexpr std::chrono::seconds kToHold(30);  // where no other launcher says tha
 constexpr int kBetweenLooksMs = 100;
 constexpr double kUntilEtcdKnows = 30;  // seconds: by then its lease has ended, also where etcd had to elect a leader
 
-// A rank's place in `roles`, and how messages name it: "ps 0", or "rank 3" where there are no roles.
-struct Member {
-  std::string role, name;
-};
-Member member_of(const HostPart& part, int rank) {
-  if (part.roles.empty()) return {"", text("rank ", rank)};
-  const auto [role, index] = cluster::role_of(rank, cluster::parse_roles(part.roles, part.size));
-  const bool several = role == "worker" || role == "ps";
-  return {role, several ? text(role, " ", index) : role};
-}
-
 // Servers compute on the cores of the workers. OpenMP's threads wait actively for some milliseconds, and would keep
 // these cores from the servers. So they sleep after a thousand rounds: beside other work that made steps twice as fast,
 // and without, it costs nothing measurable.
@@ -117,7 +106,11 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
     environment.insert_or_assign(kTrustedNetworkVariable, part.trusted_network ? "1" : "0");
     environment.insert_or_assign("LOCKSTEP_TERMINAL", part.on_terminal ? "1" : "0");
     environment.insert_or_assign("LOCKSTEP_TIMELINE", part.timeline ? "1" : "0");
-    const auto [role, name] = member_of(part, rank);
+    const auto [role, index] = part.roles.empty() ? std::pair(std::string(), 0)
+                                                  : cluster::role_of(rank, cluster::parse_roles(part.roles, part.size));
+    const bool several = role == "worker" || role == "ps";
+    // In messages: "ps 0", or "rank 3" where there are no roles.
+    const auto name = role.empty() ? text("rank ", rank) : several ? text(role, " ", index) : role;
     if (!role.empty()) spin_briefly(environment);
     ranks.push_back({.name = name + (part.count == part.size ? "" : " on " + part.host),
                      .rank = rank,
@@ -136,7 +129,7 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
 std::unique_ptr<EndPolicy> policy_of(const HostPart& part, const ElasticLimits& limits, JobStore& store,
                                      ChangingHosts* hosts) {
   if (!part.roles.empty()) return end_by_role(part.restarts);
-  return part.elastic ? end_elastically(limits, store, hosts) : end_together();
+  return part.elastic ? end_elastically(limits, store, hosts) : std::make_unique<EndPolicy>();
 }
 
 void make_folder(const std::string& path) {

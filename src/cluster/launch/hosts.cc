@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <set>
 #include <sstream>
@@ -19,6 +18,7 @@
 #include "base/file.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "cluster/launch/launcher_process.h"
 #include "lockstep/base/error.h"
@@ -37,12 +37,9 @@ InvalidArgument bad(const std::string& where, const std::string& entry, const st
 }
 
 int slots_in(const std::string& digits, const std::string& where, const std::string& entry) {
-  int slots = 0;
-  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), slots);
-  if (error != std::errc() || end != digits.data() + digits.size() || slots < 1 || slots > kMostSlots) {
-    throw bad(where, entry, text("has \"", digits, "\" slots; it must be a number from 1 to ", kMostSlots));
-  }
-  return slots;
+  const auto slots = whole_number<int>(digits);
+  if (slots && *slots >= 1 && *slots <= kMostSlots) return *slots;
+  throw bad(where, entry, text("has \"", digits, "\" slots; it must be a number from 1 to ", kMostSlots));
 }
 
 // Throws for a name that ssh would take for an option, or a shell for more than one word.
@@ -213,12 +210,6 @@ std::pair<int, int> parse_nodes(const std::string& range) {
   if (fewest && most && *fewest >= 1 && *most >= *fewest) return {*fewest, *most};
   throw InvalidArgument(text("lockstep run: --nnodes is \"", range,
                              "\"; it must be a number of nodes, as 4, or the fewest and the most, as 1:4"));
-}
-
-std::string name_of_this_host() {
-  std::string mine(kLongestName + 1, '\0');
-  gethostname(mine.data(), mine.size() - 1);
-  return mine.c_str();
 }
 
 bool is_this_host(const std::string& name) { return transport::is_loopback(name) || name == name_of_this_host(); }

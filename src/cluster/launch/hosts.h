@@ -35,8 +35,6 @@ std::vector<HostSlots> fill(std::vector<HostSlots> hosts, std::optional<int> pro
 // "4", or "1:4": from the fewest to the most. Throws InvalidArgument.
 std::pair<int, int> parse_nodes(const std::string& range);
 
-std::string name_of_this_host();
-
 // True where the name is this machine's, on which processes are started without ssh.
 bool is_this_host(const std::string& name);
 

@@ -11,6 +11,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/process.h"
 #include "base/text.h"
 #include "cluster/launch/host_part.h"
 #include "cluster/launch/hosts.h"
@@ -46,18 +47,14 @@ Deadline soon() { return Deadline::after(std::chrono::seconds(10)); }
 
 // The nodes with which the job begins. As text: 1 where no other may come; then a host and its number of ranks a line.
 struct Node::Entry {
-  struct Line {
-    std::string host;
-    int processes = 0;
-  };
   bool is_closed = false;
-  std::vector<Line> nodes;
+  std::vector<HostSlots> nodes;
 
   static Entry parse(const std::string& printed) {
     Entry entry;
     std::istringstream in(printed);
     in >> entry.is_closed;
-    for (Line line; in >> line.host >> line.processes;) entry.nodes.push_back(line);
+    for (HostSlots node; in >> node.name >> node.slots;) entry.nodes.push_back(node);
     return entry;
   }
   std::string print() const {
@@ -65,11 +62,11 @@ struct Node::Entry {
     for (const auto& [host, processes] : nodes) printed += text(host, " ", processes, "\n");
     return printed;
   }
-  std::vector<Line>::const_iterator find(const std::string& host) const {
-    return std::find_if(nodes.begin(), nodes.end(), [&](const auto& node) { return node.host == host; });
+  std::vector<HostSlots>::const_iterator find(const std::string& host) const {
+    return std::find_if(nodes.begin(), nodes.end(), [&](const auto& node) { return node.name == host; });
   }
-  int ranks_before(std::vector<Line>::const_iterator end) const {
-    return std::accumulate(nodes.begin(), end, 0, [](int sum, const auto& node) { return sum + node.processes; });
+  int ranks_before(std::vector<HostSlots>::const_iterator end) const {
+    return std::accumulate(nodes.begin(), end, 0, [](int sum, const auto& node) { return sum + node.slots; });
   }
 };
 
@@ -126,7 +123,7 @@ std::optional<NodePlace> Node::come(const NodeLimits& limits, std::string& waits
                      .size = found.ranks_before(found.nodes.end()),
                      .joins = false};
   }
-  if (std::erase_if(found.nodes, [&](const auto& node) { return node.host != host_ && has_ended(node.host); }) > 0) {
+  if (std::erase_if(found.nodes, [&](const auto& node) { return node.name != host_ && has_ended(node.name); }) > 0) {
     change();
     return std::nullopt;
   }
@@ -155,7 +152,7 @@ std::optional<NodePlace> Node::join(const NodeLimits& limits, std::string& waits
   if (hosts.empty()) {  // it is about to begin, or never will
     const auto first = Entry::parse(entry(store_, kNodes)).nodes;
     if (!first.empty() &&
-        std::all_of(first.begin(), first.end(), [&](const auto& node) { return has_ended(node.host); }))
+        std::all_of(first.begin(), first.end(), [&](const auto& node) { return has_ended(node.name); }))
       throw ClusterError(
           text("the job at ", store_.address(), " ended before it began: a new one needs another store, or name"));
     waits_for = "waiting for the job to begin, to join it";
@@ -190,8 +187,8 @@ std::optional<std::vector<int>> Node::ranks_that_will_not_come() const {
   const auto first = Entry::parse(entry(store_, kNodes));
   std::vector<int> ranks;
   for (auto node = first.nodes.begin(); node != first.nodes.end(); ++node) {
-    if (!has_ended(node->host)) continue;
-    for (int i = 0; i < node->processes; ++i) ranks.push_back(first.ranks_before(node) + i);
+    if (!has_ended(node->name)) continue;
+    for (int i = 0; i < node->slots; ++i) ranks.push_back(first.ranks_before(node) + i);
   }
   return ranks;
 }
@@ -208,15 +205,11 @@ bool is_own(const std::string& host, const std::string& token) {
   }
 }
 
-// The launcher on the host that the address names holds it, if nobody does. Nothing where stop() says so.
-struct FoundStore {
-  Store store;
-  std::optional<Store> held;  // the same, by the address at which it listens
-};
-std::optional<FoundStore> find_or_hold(const std::string& address, const Access& access,
-                                       const std::function<bool()>& stop, std::ostream& err) {
+// The launcher on the host that the address names holds it, if nobody does: `held` is then that store, by the address
+// at which it listens. Nothing where stop() says so.
+std::optional<Store> find_or_hold(const std::string& address, const Access& access, const std::function<bool()>& stop,
+                                  std::ostream& err, std::optional<Store>& held) {
   const auto answers = [&] { return transport::answers_at(address, Deadline::after(kForAnswer)); };
-  std::optional<Store> held;
   if (!cluster::is_etcd(address) && !answers() && is_own(cluster::host_of(address, "--store"), access.token)) {
     try {
       held = cluster::hold_at(cluster::host_of(address, "--store"), cluster::port_of(address, "--store"), access);
@@ -228,7 +221,7 @@ std::optional<FoundStore> find_or_hold(const std::string& address, const Access&
   const auto deadline = Deadline::after(kForStoreToCome);
   for (bool told = false; !stop();) {
     try {
-      return FoundStore{Store::connect(address, Deadline::after(kToReachStore), access), held};
+      return Store::connect(address, Deadline::after(kToReachStore), access);
     } catch (const DeadlineExceeded& late) {
       if (deadline.passed()) throw;
       if (!std::exchange(told, true)) err << "lockstep: waiting for the store: " << late.what() << std::endl;
@@ -259,11 +252,8 @@ void hold_for_others(const Store& store, const Signals& signals) {
   store.set(cluster::key_of_end(kRanksHere), "reached", Deadline::after(kForStore));
   cluster::Liveness liveness(std::make_shared<cluster::ConnectedStores>(store),
                              {.seconds = kLongestSilenceSeconds, .looks = 1});
-  struct Ranks {
-    std::string store, name = kRanksHere;
-  };
   const auto needs_this = [&](const std::string& address) {
-    const auto sign = liveness.look(Ranks{address});
+    const auto sign = liveness.look(address, kRanksHere);
     return sign == Sign::lives || (sign == Sign::silent && entry(store, cluster::kMembersAtEnd).empty());
   };
   for (bool is_needed = true; is_needed && signals.next() == 0; std::this_thread::sleep_for(kBetweenPolls)) {
@@ -293,12 +283,13 @@ int launch_node(const LaunchOptions& options, std::ostream& out, std::ostream& e
   const TokenFile token(transport::hexadecimal(access.token));
   int asked = 0;
   const auto stop = [&] { return (asked = signals.next()) != 0; };
-  const auto found = find_or_hold(options.store, access, stop, err);
+  std::optional<Store> held;
+  const auto found = find_or_hold(options.store, access, stop, err, held);
   if (!found) return Supervisor::report_signal(asked, err);
   const bool in_etcd = cluster::is_etcd(options.store);
-  const auto job = in_etcd ? by_its_first_address(found->store) : found->store;
+  const auto job = in_etcd ? by_its_first_address(*found) : *found;
   auto here = job;
-  if (!in_etcd && !found->held) {
+  if (!in_etcd && !held) {
     const auto address = job.backend().local_address(Deadline::after(kForLocalAddress));
     here = Store::hold(transport::with_port(address, 0), access);
     here.set(kNodes, "1\n", Deadline::after(kForStore));  // closed: who comes to this store joins the job

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <chrono>
 #include <string_view>
 #include <utility>
@@ -24,10 +23,7 @@ constexpr std::string_view kSignal = "signal ", kRanksEnded = "lockstep part: en
 
 std::optional<int> number_after(std::string_view begin, const std::string& line) {
   if (!line.starts_with(begin)) return std::nullopt;
-  int number = 0;
-  const auto* const end = line.data() + line.size();
-  const auto [stopped, error] = std::from_chars(line.data() + begin.size(), end, number);
-  return error == std::errc() && stopped == end ? std::optional(number) : std::nullopt;
+  return whole_number<int>(std::string_view(line).substr(begin.size()));
 }
 
 int signal_in(const std::string& line) {

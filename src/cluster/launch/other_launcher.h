@@ -82,7 +82,7 @@ class OtherLauncher {
   double silence_seconds() const;
 
   Patience patience_;
-  Lines lines_{{.longest = kLongestMessage}};
+  Lines lines_{/*redraws=*/false, kLongestMessage};
   std::deque<std::string> waiting_;
   Deadline::Clock::time_point heard_;
   bool is_broken_ = false, ranks_are_to_end_ = false, was_lost_ = false;

@@ -19,11 +19,11 @@ constexpr std::chrono::seconds kToReport(2);
 
 }  // namespace
 
-void Processes::SignsOfLife::add(Child& launcher) {
+void Processes::show_life_to(Child& launcher) {
   MutexLock lock(mutex_);
   launchers_.push_back(&launcher);
-  if (thread_.joinable()) return;
-  thread_ = std::jthread([this](const std::stop_token& stop) {
+  if (signs_of_life_.joinable()) return;
+  signs_of_life_ = std::jthread([this](const std::stop_token& stop) {
     while (!stop_requested_by(Deadline::after(kBetweenSignsOfLife), stop)) {
       MutexLock none_comes(mutex_);
       for (auto* const each : launchers_) each->reassure();
@@ -45,7 +45,7 @@ Processes::~Processes() {
 std::unique_ptr<Child> Processes::started(ChildCommand command) {
   auto child = std::make_unique<Child>(std::move(command));
   launcher_.reaper.watch(child->pid());
-  if (child->is_launcher()) signs_of_life_.add(*child);
+  if (child->is_launcher()) show_life_to(*child);
   return child;
 }
 

@@ -63,21 +63,13 @@ class Processes {
   bool logs_are_whole() const { return logs_are_whole_; }
 
  private:
-  // Tells other hosts' launchers once a second that this one lives. In a thread of its own: a slow reader of this
-  // process's output may block the main thread.
-  class SignsOfLife {
-   public:
-    void add(Child& launcher);
-
-   private:
-    Mutex mutex_;
-    std::vector<Child*> launchers_ LOCKSTEP_GUARDED_BY(mutex_);
-    std::jthread thread_;
-  };
-
   std::unique_ptr<Child> started(ChildCommand command);
   void print(const Child& child, std::ostream& to, const std::string& line, bool is_replaced);
   void kill_after_grace();
+
+  // Tells the launcher, of another host, once a second that this one lives. In a thread: a slow reader of this
+  // process's output may block the main thread.
+  void show_life_to(Child& launcher);
 
   const LauncherProcess launcher_;
   const double grace_seconds_;
@@ -87,7 +79,9 @@ class Processes {
   bool shows_replaced_ = false;  // the cursor is at the beginning of a line that the next one replaces
   bool are_ending_ = false;
   std::optional<Deadline> end_at_, kill_at_;
-  SignsOfLife signs_of_life_;  // last: it ends before the children do
+  Mutex mutex_;
+  std::vector<Child*> launchers_ LOCKSTEP_GUARDED_BY(mutex_);  // of other hosts
+  std::jthread signs_of_life_;                                 // last: it ends before the children do
 };
 
 }  // namespace lockstep::launch

@@ -117,7 +117,7 @@ TEST_F(GoingOn, WhereOneCannotBeStartedNoneIsLeft) {
   std::vector<ChildCommand> ranks{rank_that_runs(0, text("echo $$ > ", file.string(), "; exec sleep 1000")),
                                   rank_that_runs(1, "")};
   ranks[1].command = {"/nowhere/program"};
-  const auto policy = end_together();
+  const auto policy = std::make_unique<EndPolicy>();
   EXPECT_THROW(Supervisor(ranks, {*policy, job_store_}, {signals_, reaper_, out_, err_}), ClusterError);
   for (const auto a_while = Deadline::after(std::chrono::milliseconds(200)); !a_while.passed(); usleep(1000)) {
   }
@@ -156,7 +156,7 @@ TEST(ALauncher, ThatHearsNothingOfTheOneThatStartedItKillsItsRanks) {
       std::ostringstream out, err;
       launcher.set_patience({.silence_seconds = connected ? 0.2 : kLongSilenceSeconds});
       JobStore store("", {}, std::nullopt);
-      const auto policy = end_together();
+      const auto policy = std::make_unique<EndPolicy>();
       Supervisor job({rank_that_runs(0, text("echo $$ > ", file.string(), ".new; mv ", file.string(), ".new ",
                                              file.string(), "; exec sleep 1000"))},
                      {*policy, store, 0, &launcher}, {signals, reaper, out, err});

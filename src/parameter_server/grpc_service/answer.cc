@@ -11,6 +11,7 @@ namespace lockstep::grpc_service {
 namespace {
 
 using parameter_server::Services;
+using parameter_server::ShardStore;
 
 constexpr double kLongestWait = 600;                           // seconds that a caller may ask for
 constexpr std::size_t kMostRowBytes = std::size_t{512} << 20;  // of a table's rows in one call
@@ -54,10 +55,11 @@ class Answer {
                                                    : "this process is no parameter server");
   }
   // Waits for a model that this server has not made yet.
-  parameter_server::ServedModels& models_with(std::int64_t model) const {
-    models().wait_for(model, deadline_);
+  parameter_server::ServedModels& models_with_this() const {
+    models().wait_for(request_.model(), deadline_);
     return models();
   }
+  std::shared_ptr<ShardStore> shards() const { return models_with_this().find(request_.model()); }
   parameter_server::ChiefService& chief() const {
     if (services_.chief) return *services_.chief;
     throw InvalidArgument("this process is not the chief");
@@ -67,7 +69,10 @@ class Answer {
   static Deadline poll() { return Deadline::after(std::chrono::seconds(1)); }
 
   bool read(grpc::ByteBuffer& frame) const { return stream_.read(frame); }
-  void reply(const Reply& reply = {}) const { stream_.write(frame_of(reply)); }
+  void reply(const Reply& reply = {}, const Bulk& bulk = {}) const {
+    stream_.write(frame_of(reply));
+    write_bulk(bulk, [this](const grpc::ByteBuffer& frame) { return stream_.write(frame); });
+  }
 
   Parts read_parts(const std::vector<std::size_t>& sizes, const std::vector<bool>& rounded = {}) const {
     return grpc_service::read_parts(sizes, rounded, state_.buffers,
@@ -80,48 +85,47 @@ class Answer {
   }
 
   void open(const Open& open) const {
-    models().open(open.model(), open.user(), open.description(), deadline_);
+    models().open(request_.model(), open.user(), open.description(), deadline_);
     reply();
   }
 
   void push(const Push& push) const {
-    const auto shards = models_with(push.model()).shard_bytes(push.model());
-    const auto tables = models().tables(push.model());
-    auto sizes = shards;  // of what is sent
+    const auto store = shards();
+    const auto shard_bytes = store->sizes().shards;
+    auto sizes = shard_bytes;  // of what is sent
     if (push.present().size() != sizes.size()) {
       throw InvalidArgument(text("the push of step ", push.task().step(), " has gradients of ", push.present().size(),
                                  " shards; this server has ", sizes.size()));
     }
-    const auto in_block = shared(push.has_shared(), push.shared(), shards);
+    const auto in_block = push.has_shared() ? shared(push.shared(), *store) : InBlock(sizes.size());
     std::vector<bool> rounded;
-    for (const auto size : models().element_sizes(push.model())) {
-      rounded.push_back(push.bfloat16() && size == sizeof(float));
-    }
-    for (std::size_t i = 0; i < shards.size(); ++i) {
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      rounded.push_back(push.bfloat16() && store->shard(i).dtype() == DType::float32);
       if (push.present()[i] == 0 || in_block.at[i] != nullptr) sizes[i] = 0;
     }
-    if (static_cast<std::size_t>(push.rows_size()) != tables.size()) {
+    if (static_cast<std::size_t>(push.rows_size()) != store->tables()) {
       throw InvalidArgument(text("the push of step ", push.task().step(), " has rows of ", push.rows_size(),
-                                 " tables; this server has ", tables.size()));
+                                 " tables; this server has ", store->tables()));
     }
     std::vector<RowsInBlock> rows;
-    for (std::size_t i = 0; i < tables.size(); ++i) {
-      rows.push_back(find_rows(push.rows(static_cast<int>(i)), tables[i]));
+    for (std::size_t i = 0; i < store->tables(); ++i) {
+      const auto& table = store->table(i).table();
+      rows.push_back(find_rows(push.rows(static_cast<int>(i)), table));
       const bool sent = rows.back().block == nullptr;
       sizes.push_back(sent ? rows.back().count * sizeof(std::int64_t) : 0);
-      sizes.push_back(sent ? rows.back().count * tables[i].row_bytes() : 0);
+      sizes.push_back(sent ? rows.back().count * table.row_bytes() : 0);
       rounded.push_back(false);
-      rounded.push_back(push.bfloat16() && tables[i].dtype == DType::float32);
+      rounded.push_back(push.bfloat16() && table.dtype == DType::float32);
     }
     const auto received = read_parts(sizes, rounded);
     parameter_server::Push given{.task = {push.task().step(), push.task().part()}, .weight = push.weight()};
-    for (std::size_t i = 0; i < shards.size(); ++i) {
+    for (std::size_t i = 0; i < shard_bytes.size(); ++i) {
       const std::byte* const gradient = in_block.at[i] != nullptr ? in_block.at[i] : received.parts[i].data();
       given.gradients.push_back(push.present()[i] == 0 ? nullptr : gradient);
     }
     bool in_blocks = in_block.block != nullptr;
     for (std::size_t i = 0; i < rows.size(); ++i) {
-      const auto* const sent = &received.parts[shards.size() + 2 * i];
+      const auto* const sent = &received.parts[shard_bytes.size() + 2 * i];
       const bool is_sent = rows[i].block == nullptr;
       given.rows.push_back(is_sent ? parameter_server::Rows{ids_in(sent[0]), sent[1].data()} : rows[i].rows());
       in_blocks = in_blocks || !is_sent;
@@ -131,55 +135,53 @@ class Answer {
     given.chief = push.chief();
     given.finished = push.finished();
     if (in_blocks) require_caller();
-    reply_transfer(models().push(push.model(), std::move(given)));
+    reply_transfer(store->push(std::move(given)));
   }
 
   void pull(const Pull& pull) const {
-    const auto& served = models_with(pull.model());
-    const auto sizes = served.shard_bytes(pull.model());
+    const auto store = shards();
     const std::vector<std::int64_t> known(pull.known().begin(), pull.known().end());
-    if (!known.empty() && known.size() != sizes.size()) {
-      throw InvalidArgument(text("versions of ", known.size(), " shards are known; this server has ", sizes.size()));
+    if (!known.empty() && known.size() != store->size()) {
+      throw InvalidArgument(text("versions of ", known.size(), " shards are known; this server has ", store->size()));
     }
     auto versions = known;
+    const auto read_values = [&](const std::vector<std::byte*>& values) {
+      models().wait_for_values(request_.model(), deadline_)->pull(values, versions);
+    };
     Bulk bulk;
     if (pull.has_shared()) {
-      const auto in_block = shared(true, pull.shared(), sizes);
-      served.pull(pull.model(), in_block.at, versions, deadline_);
+      read_values(shared(pull.shared(), *store).at);
     } else {
-      const Parts values(sizes, state_.buffers);
+      const Parts values(store->sizes().shards, state_.buffers);
       std::vector<std::byte*> shards;
       for (const auto& part : values.parts) shards.push_back(part.data());
-      served.pull(pull.model(), shards, versions, deadline_);
+      read_values(shards);
       bulk.owner = values.memory;
-      for (std::size_t i = 0; i < sizes.size(); ++i) {
+      for (std::size_t i = 0; i < shards.size(); ++i) {
         if (known.empty() || known[i] != versions[i]) bulk.parts.emplace_back(values.parts[i]);
       }
     }
     Reply answer;
     answer.mutable_versions()->Add(versions.begin(), versions.end());
-    reply(answer);
-    write_bulk(bulk, [this](const grpc::ByteBuffer& frame) { return stream_.write(frame); });
+    reply(answer, bulk);
   }
 
   void pull_rows(const PullRows& pull) const {
-    const auto& served = models_with(pull.model());
-    const auto tables = served.tables(pull.model());
-    if (pull.table() >= tables.size()) {
-      throw InvalidArgument(text("this server has no table number ", pull.table(), "; it has ", tables.size()));
-    }
-    const auto rows = find_rows(pull.rows(), tables[pull.table()]);
+    const auto store = shards();
+    const auto& spec = store->table(pull.table()).table();
+    const auto rows = find_rows(pull.rows(), spec);
+    const auto read_rows = [&](std::span<const std::int64_t> ids, std::byte* values) {
+      models().wait_for_values(request_.model(), deadline_)->table(pull.table()).read(ids, values);
+    };
     if (rows.block != nullptr) {
       require_caller();
-      served.pull_rows(pull.model(), pull.table(), rows.rows().ids, rows.elements, deadline_);
+      read_rows(rows.rows().ids, rows.elements);
       return reply();
     }
     const auto ids = read_parts({rows.count * sizeof(std::int64_t)});
-    const Parts values({rows.count * tables[pull.table()].row_bytes()}, state_.buffers);
-    served.pull_rows(pull.model(), pull.table(), ids_in(ids.parts[0]), values.memory.get(), deadline_);
-    reply();
-    write_bulk({.parts = {values.parts[0]}, .owner = values.memory},
-               [this](const grpc::ByteBuffer& frame) { return stream_.write(frame); });
+    const Parts values({rows.count * spec.row_bytes()}, state_.buffers);
+    read_rows(ids_in(ids.parts[0]), values.memory.get());
+    reply({}, {.parts = {values.parts[0]}, .owner = values.memory});
   }
 
   // Rows that a caller has in a shared block, or sends or wants as bulk: then there is no block.
@@ -214,11 +216,11 @@ class Answer {
     return {reinterpret_cast<const std::int64_t*>(bytes.data()), bytes.size() / sizeof(std::int64_t)};
   }
 
-  void write(const Write& write) const {
-    const auto received = read_parts(models_with(write.model()).shard_bytes(write.model()));
-    std::vector<const std::byte*> shards;
-    for (const auto& part : received.parts) shards.push_back(part.data());
-    reply_transfer(models().write(write.model(), shards));
+  void write(const Write&) const {
+    const auto received = read_parts(shards()->sizes().shards);
+    std::vector<const std::byte*> values;
+    for (const auto& part : received.parts) values.push_back(part.data());
+    reply_transfer(models().write(request_.model(), values));
   }
 
   void reply_done(bool done) const {
@@ -227,10 +229,14 @@ class Answer {
     reply(answer);
   }
 
-  void cut(const Cut& cut) const { reply_done(models_with(cut.model()).cut(cut.model(), cut.end())); }
+  void cut(const Cut& cut) const {
+    const auto written = models_with_this().find_written(request_.model());
+    if (written != nullptr) written->cut(cut.end());
+    reply_done(written != nullptr);
+  }
 
   void save(const Save& save) const {
-    const auto updates = models_with(save.model()).save(save.model(), save.end(), save.file());
+    const auto updates = shards()->save(save.end(), save.file());
     Reply answer;
     answer.set_done(updates.has_value());
     answer.set_updates(updates.value_or(0));
@@ -239,7 +245,7 @@ class Answer {
 
   void restore(const Restore& restore) const {
     const auto chief = restore.has_chief() ? std::optional(restore.chief()) : std::nullopt;
-    reply_transfer(models_with(restore.model()).restore(restore.model(), restore.checkpoint(), chief));
+    reply_transfer(models_with_this().restore(request_.model(), restore.checkpoint(), chief));
   }
 
   void reply_transfer(std::int64_t last) const {
@@ -249,7 +255,7 @@ class Answer {
   }
 
   void transfer(const Transfer& transfer) const {
-    const auto shards = models().find_written(transfer.model());
+    const auto shards = models().find_written(request_.model());
     reply_done(shards != nullptr);
     if (shards == nullptr) return;
     BulkWriter bulk([this](const grpc::ByteBuffer& frame) { return stream_.write(frame); });
@@ -314,35 +320,30 @@ class Answer {
 
   void reply_text(Reply answer, const std::string& words) const {
     answer.set_text_bytes(words.size());
-    reply(answer);
-    if (words.empty()) return;
     const auto kept = std::make_shared<const std::string>(words);
-    write_bulk({.parts = {std::as_bytes(std::span(*kept))}, .owner = kept},
-               [this](const grpc::ByteBuffer& frame) { return stream_.write(frame); });
+    reply(answer, {.parts = {std::as_bytes(std::span(*kept))}, .owner = kept});
   }
-
-  std::int64_t named_model() const { return request_.has_push() ? request_.push().model() : request_.pull().model(); }
 
   // Shards in a block of the caller's.
   struct InBlock {
+    explicit InBlock(std::size_t shards) : at(shards) {}
     std::shared_ptr<parameter_server::SharedBlock> block;  // null: there is none
     std::vector<std::byte*> at;                            // [shard], null where it is not there
   };
-  InBlock shared(bool has, const Shards& named, const std::vector<std::size_t>& shards) const {
-    InBlock result{.block = nullptr, .at = std::vector<std::byte*>(shards.size())};
-    if (!has) return result;
+  InBlock shared(const Shards& named, const ShardStore& store) const {
+    InBlock result(store.size());
     result.block = state_.blocks.find(named.block());
     if (result.block == nullptr) throw UnknownBlock("this server has no such shared block");
-    if (static_cast<std::size_t>(named.offsets_size()) != shards.size()) {
-      throw InvalidArgument(text(named.offsets_size(), " shards are shared; this server has ", shards.size()));
+    if (static_cast<std::size_t>(named.offsets_size()) != store.size()) {
+      throw InvalidArgument(text(named.offsets_size(), " shards are shared; this server has ", store.size()));
     }
-    const auto sizes = models().element_sizes(named_model());
-    for (std::size_t i = 0; i < shards.size(); ++i) {
+    for (std::size_t i = 0; i < store.size(); ++i) {
+      const auto& shard = store.shard(i);
       const auto offset = named.offsets(static_cast<int>(i));
       if (offset < 0 && request_.has_push()) continue;
-      result.at[i] = result.block->at(offset, shards[i]);
-      if (result.at[i] == nullptr || offset % static_cast<std::int64_t>(sizes[i]) != 0) {
-        throw InvalidArgument(text("a shard of ", shards[i], " bytes is not at ", offset, " of its shared block"));
+      result.at[i] = result.block->at(offset, shard.bytes());
+      if (result.at[i] == nullptr || offset % static_cast<std::int64_t>(size_of(shard.dtype())) != 0) {
+        throw InvalidArgument(text("a shard of ", shard.bytes(), " bytes is not at ", offset, " of its shared block"));
       }
     }
     return result;

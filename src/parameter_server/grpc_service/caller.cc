@@ -24,19 +24,6 @@ std::chrono::system_clock::time_point system_time(Deadline deadline) {
   return std::chrono::system_clock::now() + std::chrono::duration_cast<std::chrono::milliseconds>(wait);
 }
 
-// Cancels a call whose answer has not come in time. For streams that live longer than that, for which gRPC's own
-// deadline would not do.
-class CancelAt {
- public:
-  CancelAt(grpc::ClientContext& context, Deadline deadline)
-      : thread_([&context, deadline](const std::stop_token& stop) {
-          if (!stop_requested_by(deadline, stop)) context.TryCancel();
-        }) {}
-
- private:
-  std::jthread thread_;
-};
-
 }  // namespace
 
 Caller::Caller(std::string name, parameter_server::FindAddress address, const Access& access, double reconnect_seconds)
@@ -154,7 +141,10 @@ Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, const R
 
 std::unique_ptr<ClientStream> Caller::open(const Request& request, grpc::ClientContext& context, Reply& reply,
                                            Deadline deadline) {
-  const CancelAt timer(context, deadline);
+  // The stream lives longer than the wait for its first answer, so that gRPC's own deadline would not do.
+  const std::jthread timer([&](const std::stop_token& stop) {
+    if (!stop_requested_by(deadline, stop)) context.TryCancel();
+  });
   std::string problem;
   const auto channel = this->channel(deadline, problem);
   if (!channel) return nullptr;

@@ -152,8 +152,8 @@ class GrpcChiefConnection final : public parameter_server::ChiefConnection {
 
 }  // namespace
 
-std::shared_ptr<parameter_server::ChiefConnection> connect_chief(const Process& self, FindAddress address,
-                                                                 const Access& access) {
+std::shared_ptr<parameter_server::ChiefConnection> GrpcEngine::connect_chief(const Process& self, FindAddress address,
+                                                                             const Access& access) const {
   return std::make_shared<GrpcChiefConnection>(self, address, access);
 }
 

@@ -38,22 +38,21 @@ class SentCopies {
 
 bool is_in(const std::vector<bool>& set, std::size_t index) { return index < set.size() && set[index]; }
 
+Request request_to(const ServiceEngine::ModelOnServer& of) {
+  Request request;
+  request.set_model(of.model);
+  request.set_second_copies(of.second_copies);
+  return request;
+}
+
 class GrpcServerConnection final : public parameter_server::ServerConnection {
  public:
   GrpcServerConnection(const ServiceEngine::ModelOnServer& of, FindAddress address, const Access& access)
-      : model_(of.model),
-        user_(of.user),
-        shard_bytes_(of.shard_bytes),
-        row_bytes_(of.row_bytes),
-        second_copies_(of.second_copies),
-        bfloat16_shards_(of.bfloat16.shards),
-        bfloat16_tables_(of.bfloat16.tables),
-        caller_(of.server, std::move(address), access, of.reconnect_seconds) {}
+      : model_(of), caller_(of.server, std::move(address), access, of.reconnect_seconds) {}
 
   void open(const std::string& description, Deadline deadline) override {
-    auto request = request_to_server();
-    request.mutable_open()->set_model(model_);
-    request.mutable_open()->set_user(user_);
+    auto request = request_to(model_);
+    request.mutable_open()->set_user(model_.user);
     request.mutable_open()->set_description(description);
     caller_.call(std::move(request), deadline);
   }
@@ -77,27 +76,22 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
 
   // Writes from a copy: gRPC may still hold the memory of a call that has failed.
   std::int64_t write(std::span<const std::byte* const> shards, Deadline deadline) override {
-    auto request = request_to_server();
-    request.mutable_write()->set_model(model_);
-    const auto copy = std::make_shared<std::vector<std::vector<std::byte>>>();
-    Bulk bulk{.parts = {}, .owner = copy};
-    for (std::size_t i = 0; i < shards.size(); ++i) {
-      copy->emplace_back(shards[i], shards[i] + shard_bytes_[i]);
-      bulk.parts.emplace_back(copy->back());
-    }
+    auto request = request_to(model_);
+    request.mutable_write();
+    const auto copies = std::make_shared<SentCopies>(nullptr);
+    Bulk bulk{.parts = {}, .owner = copies};
+    for (std::size_t i = 0; i < shards.size(); ++i) copies->add({shards[i], model_.shard_bytes[i]}, bulk);
     return caller_.call(std::move(request), deadline, bulk).last_transfer();
   }
 
   bool cut(std::int64_t end, Deadline deadline) override {
-    auto request = request_to_server();
-    request.mutable_cut()->set_model(model_);
+    auto request = request_to(model_);
     request.mutable_cut()->set_end(end);
     return caller_.call(std::move(request), deadline).done();
   }
 
   std::optional<std::int64_t> save(std::int64_t end, const std::string& file, Deadline deadline) override {
-    auto request = request_to_server();
-    request.mutable_save()->set_model(model_);
+    auto request = request_to(model_);
     request.mutable_save()->set_end(end);
     request.mutable_save()->set_file(file);
     const auto reply = caller_.call(std::move(request), deadline);
@@ -105,24 +99,16 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
   }
 
   std::int64_t restore(const std::string& checkpoint, std::optional<std::int64_t> chief, Deadline deadline) override {
-    auto request = request_to_server();
-    request.mutable_restore()->set_model(model_);
+    auto request = request_to(model_);
     request.mutable_restore()->set_checkpoint(checkpoint);
     if (chief) request.mutable_restore()->set_chief(*chief);
     return caller_.call(std::move(request), deadline).last_transfer();
   }
 
  private:
-  Request request_to_server() const {
-    Request request;
-    request.set_second_copies(second_copies_);
-    return request;
-  }
-
   std::int64_t send(const parameter_server::Push& push, Deadline deadline) {
-    auto request = request_to_server();
+    auto request = request_to(model_);
     auto& head = *request.mutable_push();
-    head.set_model(model_);
     head.mutable_task()->set_step(push.task.step);
     head.mutable_task()->set_part(push.task.part);
     head.set_weight(push.weight);
@@ -132,33 +118,32 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     Bulk bulk{.parts = {}, .owner = blocks_.owner()};  // lives longer than what gRPC holds of a call that failed
     if (push.memory != nullptr) bulk.owner = push.memory;
     const auto copies = std::make_shared<SentCopies>(bulk.owner);
-    head.set_bfloat16(!bfloat16_shards_.empty() || !bfloat16_tables_.empty());
+    head.set_bfloat16(!model_.bfloat16.shards.empty() || !model_.bfloat16.tables.empty());
     const auto shared = shared_shards(push.gradients);
     if (shared.block() >= 0) *head.mutable_shared() = shared;
     for (std::size_t i = 0; i < push.gradients.size(); ++i) {
       head.mutable_present()->push_back(push.gradients[i] == nullptr ? '\0' : '\1');
       const bool sent = push.gradients[i] != nullptr && shared.offsets(static_cast<int>(i)) < 0;
       if (!sent) continue;
-      const std::span gradient(push.gradients[i], shard_bytes_[i]);
-      is_in(bfloat16_shards_, i) ? copies->add_as_bfloat16(gradient, bulk) : bulk.parts.push_back(gradient);
+      const std::span gradient(push.gradients[i], model_.shard_bytes[i]);
+      is_in(model_.bfloat16.shards, i) ? copies->add_as_bfloat16(gradient, bulk) : bulk.parts.push_back(gradient);
     }
     for (std::size_t i = 0; i < push.rows.size(); ++i) {
       const auto& [ids, values] = push.rows[i];
       auto& rows = *head.add_rows();
-      const std::span gradients(values, ids.size() * row_bytes_[i]);
+      const std::span gradients(values, ids.size() * model_.row_bytes[i]);
       rows = shared_rows(ids, gradients);
       if (rows.block() >= 0) continue;
       copies->add(std::as_bytes(ids), bulk);
-      is_in(bfloat16_tables_, i) ? copies->add_as_bfloat16(gradients, bulk) : copies->add(gradients, bulk);
+      is_in(model_.bfloat16.tables, i) ? copies->add_as_bfloat16(gradients, bulk) : copies->add(gradients, bulk);
     }
     bulk.owner = copies;
     return caller_.call(std::move(request), deadline, bulk).last_transfer();
   }
 
   void fetch(std::span<std::byte* const> shards, std::vector<std::int64_t>& versions, Deadline deadline) {
-    auto request = request_to_server();
+    auto request = request_to(model_);
     auto& head = *request.mutable_pull();
-    head.set_model(model_);
     head.mutable_known()->Add(versions.begin(), versions.end());
     const auto shared = shared_shards(shards);
     const auto& offsets = shared.offsets();
@@ -173,7 +158,7 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
       std::vector<std::span<std::byte>> parts;
       for (std::size_t i = 0; i < shards.size(); ++i) {
         const bool known = i < versions.size() && reply.versions(static_cast<int>(i)) == versions[i];
-        if (!head.has_shared() && !known) parts.emplace_back(shards[i], shard_bytes_[i]);
+        if (!head.has_shared() && !known) parts.emplace_back(shards[i], model_.shard_bytes[i]);
       }
       read_bulk(parts, read);
     };
@@ -183,9 +168,8 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
 
   void fetch_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values,
                   Deadline deadline) {
-    auto request = request_to_server();
+    auto request = request_to(model_);
     auto& head = *request.mutable_pull_rows();
-    head.set_model(model_);
     head.set_table(table);
     *head.mutable_rows() = shared_rows(ids, values);
     if (head.rows().block() >= 0) {
@@ -204,7 +188,7 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     Shards shared;
     shared.set_block(-1);
     for (std::size_t i = 0; i < shards.size(); ++i) {
-      const auto place = shards[i] == nullptr ? SharedBlocks::Place() : blocks_.find(shards[i], shard_bytes_[i]);
+      const auto place = shards[i] == nullptr ? SharedBlocks::Place() : blocks_.find(shards[i], model_.shard_bytes[i]);
       if (shared.block() < 0) shared.set_block(place.block);
       shared.add_offsets(place.block == shared.block() ? place.offset : -1);
     }
@@ -225,27 +209,22 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     return rows;
   }
 
-  const std::int64_t model_;
-  const std::string user_;
-  const std::vector<std::size_t> shard_bytes_, row_bytes_;
-  const bool second_copies_;
-  const std::vector<bool> bfloat16_shards_, bfloat16_tables_;
+  const ServiceEngine::ModelOnServer model_;
   Caller caller_;
   SharedBlocks blocks_{caller_};
 };
 
 }  // namespace
 
-std::shared_ptr<parameter_server::ServerConnection> connect_server(const ServiceEngine::ModelOnServer& of,
-                                                                   FindAddress address, const Access& access) {
+std::shared_ptr<parameter_server::ServerConnection> GrpcEngine::connect_server(const ModelOnServer& of,
+                                                                               FindAddress address,
+                                                                               const Access& access) const {
   return std::make_shared<GrpcServerConnection>(of, std::move(address), access);
 }
 
-bool transfer(const ServiceEngine::ModelOnServer& of, FindAddress address, const Access& access, std::int64_t number,
-              parameter_server::ShardStore& to, Deadline deadline) {
-  Request request;
-  request.set_second_copies(of.second_copies);
-  request.mutable_transfer()->set_model(of.model);
+bool GrpcEngine::transfer(const ModelOnServer& of, FindAddress address, const Access& access, std::int64_t number,
+                          parameter_server::ShardStore& to, Deadline deadline) const {
+  auto request = request_to(of);
   request.mutable_transfer()->set_number(number);
   const auto receive = [&](const Reply& reply, const Caller::ReadFrame& read) {
     if (!reply.done()) return;
@@ -256,33 +235,6 @@ bool transfer(const ServiceEngine::ModelOnServer& of, FindAddress address, const
   Caller caller(of.server, std::move(address), access, of.reconnect_seconds);
   return caller.call(std::move(request), deadline, {}, receive).done();
 }
-
-// The library for gRPC gives these functions to the process that loads it.
-
-namespace {
-
-using namespace parameter_server;
-
-class GrpcEngine final : public ServiceEngine {
-  std::unique_ptr<Endpoint> serve(const std::string& address, const Access& access,
-                                  const Services& services) const override {
-    return grpc_service::serve(address, access, services);
-  }
-  std::shared_ptr<ServerConnection> connect_server(const ModelOnServer& of, FindAddress address,
-                                                   const Access& access) const override {
-    return grpc_service::connect_server(of, std::move(address), access);
-  }
-  bool transfer(const ModelOnServer& of, FindAddress address, const Access& access, std::int64_t number, ShardStore& to,
-                Deadline deadline) const override {
-    return grpc_service::transfer(of, std::move(address), access, number, to, deadline);
-  }
-  std::shared_ptr<ChiefConnection> connect_chief(const Process& self, FindAddress address,
-                                                 const Access& access) const override {
-    return grpc_service::connect_chief(self, std::move(address), access);
-  }
-};
-
-}  // namespace
 
 }  // namespace lockstep::grpc_service
 

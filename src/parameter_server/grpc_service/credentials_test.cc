@@ -53,7 +53,7 @@ class Tls : public testing::Test {
   }
 
   static std::shared_ptr<ServerConnection> connect(const Endpoint& endpoint, const Access& access) {
-    return connect_server(
+    return GrpcEngine().connect_server(
         {.server = "ps 0",
          .user = "worker 0",
          .model = 0,
@@ -68,7 +68,7 @@ class Tls : public testing::Test {
 
 TEST_F(Tls, CallsOfTheJobArriveAndOthersAreRefused) {
   const auto ours = certified("ours"), others = certified("others");
-  const auto endpoint = serve("127.0.0.1:0", ours, {.models = models_});
+  const auto endpoint = GrpcEngine().serve("127.0.0.1:0", ours, {.models = models_});
   const auto open_as = [&](const Access& access) { connect(*endpoint, access)->open("a model", soon()); };
   expect_says(message_of<ClusterError>([&] { open_as(others); }), "ps 0 has no certificate of this job");
   expect_says(message_of<ClusterError>([&] { open_as({.token = ours.token}); }),
@@ -91,7 +91,7 @@ TEST_F(Tls, CallsOfTheJobArriveAndOthersAreRefused) {
 
 TEST_F(Tls, AServerWithoutIsNotCalled) {
   const auto ours = certified("ours");
-  const auto endpoint = serve("127.0.0.1:0", {.token = ours.token}, {.models = models_});
+  const auto endpoint = GrpcEngine().serve("127.0.0.1:0", {.token = ours.token}, {.models = models_});
   expect_says(message_of<ClusterError>([&] { connect(*endpoint, ours)->open("a model", soon()); }),
               "ps 0 does not use TLS, and this process does");
 }
@@ -99,7 +99,7 @@ TEST_F(Tls, AServerWithoutIsNotCalled) {
 // A caller that trusts the server, and does not show the job's certificate.
 TEST_F(Tls, TheServerWantsACertificateOfItsJob) {
   const auto ours = certified("ours"), others = certified("others");
-  const auto endpoint = serve("127.0.0.1:0", ours, {.models = models_});
+  const auto endpoint = GrpcEngine().serve("127.0.0.1:0", ours, {.models = models_});
   const auto connects = [&](const std::string& certificates) {
     grpc::SslCredentialsOptions options{.pem_root_certs = read(ours.certificates + "/ca.pem")};
     if (!certificates.empty()) {
@@ -135,7 +135,7 @@ bool is_ended(const FileDescriptor& socket) {
 // A process of the job may be slow, and only needs its place where another connection waits for that.
 TEST_F(Tls, AFullServerEndsNoneWhereNoneWaits) {
   const auto ours = certified("ours");
-  const auto endpoint = serve("127.0.0.1:0", ours, {.models = models_});
+  const auto endpoint = GrpcEngine().serve("127.0.0.1:0", ours, {.models = models_});
   const auto address = called_address(endpoint->address(), ours, "ps 0");
   std::vector<FileDescriptor> silent;
   const auto come = [&] {
@@ -167,7 +167,7 @@ TEST_F(Tls, StrangersHoldABoundedNumberOfConnections) {
   std::vector<Served> all;
   for (const std::string host : {"127.0.0.1", "[::1]"}) {
     auto& [endpoint, channel, strangers] = all.emplace_back();
-    endpoint = serve(host + ":0", ours, {.models = models_});
+    endpoint = GrpcEngine().serve(host + ":0", ours, {.models = models_});
     const auto address = called_address(endpoint->address(), ours, "ps 0");
     channel = open_channel(address, ours, soon(), problem);
     grpc::ClientContext context;
@@ -197,7 +197,7 @@ TEST_F(Tls, FilesThatCannotBeUsedAreNamed) {
   auto ours = certified("ours");
   EXPECT_NE(std::system(text(LOCKSTEP_CLI, " certs ", ours.certificates, " 2>/dev/null").c_str()), 0);  // not replaced
   const auto says = [&](const std::string& part) {
-    expect_says(message_of<ClusterError>([&] { serve("127.0.0.1:0", ours, {.models = models_}); }), part);
+    expect_says(message_of<ClusterError>([&] { GrpcEngine().serve("127.0.0.1:0", ours, {.models = models_}); }), part);
   };
   std::filesystem::permissions(ours.certificates + "/key.pem", std::filesystem::perms(0644));
   says("others may read");

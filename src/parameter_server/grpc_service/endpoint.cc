@@ -8,6 +8,7 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
+#include <optional>
 #include <thread>
 
 #include "base/text.h"
@@ -76,89 +77,68 @@ class Service : public grpc::Service {
   AnswerState state_;
 };
 
-// A door waits for connections in a thread of its own.
+// Waits for connections in a thread of its own, by accept(listener, stop), which returns once `stop` can be read.
 class Door {
  public:
-  virtual ~Door() = default;
+  template <class Accept>
+  Door(FileDescriptor listener, Accept accept)
+      : listener_(std::move(listener)),
+        stop_(eventfd(0, EFD_CLOEXEC)),
+        thread_([this, accept = std::move(accept)] { accept(listener_, stop_); }) {}
+  ~Door() { eventfd_write(stop_.get(), 1); }
+  Door(const Door&) = delete;
+  Door& operator=(const Door&) = delete;
+
+ private:
+  const FileDescriptor listener_, stop_;
+  std::jthread thread_;
 };
 
 // Gives the server those connections whose other end has proved that it belongs to the job. So gRPC neither reads a
 // stranger's bytes nor keeps a descriptor for a stranger.
-class ProvingDoor final : public Door {
- public:
-  // The server must have been started, and outlive this object.
-  ProvingDoor(FileDescriptor listener, const Access& access, grpc::Server& server)
-      : listener_(std::move(listener)),
-        stop_(eventfd(0, EFD_CLOEXEC)),
-        thread_([this, access, &server] { accept(access, server); }) {}
-  ~ProvingDoor() override { eventfd_write(stop_.get(), 1); }
-  ProvingDoor(const ProvingDoor&) = delete;
-  ProvingDoor& operator=(const ProvingDoor&) = delete;
-
- private:
-  void accept(const Access& access, grpc::Server& server) {
-    transport::Acceptor acceptor(listener_, access, calls_greeting(), [](const transport::Greeting&) { return ""; });
-    while (true) {
-      std::vector<pollfd> polls{{stop_.get(), POLLIN, 0}};
-      acceptor.watch(polls);
-      poll(polls.data(), polls.size(), acceptor.busy() ? transport::Acceptor::kLongestPoll : -1);
-      if (polls[0].revents != 0) return;
-      for (auto& accepted : acceptor.advance(std::span(polls).subspan(1))) {
-        grpc::AddInsecureChannelFromFd(&server, accepted.socket.release());
-      }
+void accept_proved(const FileDescriptor& listener, const FileDescriptor& stop, const Access& access,
+                   grpc::Server& server) {
+  transport::Acceptor acceptor(listener, access, calls_greeting(), [](const transport::Greeting&) { return ""; });
+  while (true) {
+    std::vector<pollfd> polls{{stop.get(), POLLIN, 0}};
+    acceptor.watch(polls);
+    poll(polls.data(), polls.size(), acceptor.busy() ? transport::Acceptor::kLongestPoll : -1);
+    if (polls[0].revents != 0) return;
+    for (auto& accepted : acceptor.advance(std::span(polls).subspan(1))) {
+      grpc::AddInsecureChannelFromFd(&server, accepted.socket.release());
     }
   }
+}
 
-  const FileDescriptor listener_, stop_;
-  std::jthread thread_;
-};
+// With TLS gRPC makes the handshakes, of a bounded number of connections at a time.
+using ToServer = grpc::experimental::ExternalConnectionAcceptor;
 
-// The door with TLS: gRPC makes the handshakes, of a bounded number of connections at a time.
-class TlsDoor final : public Door {
- public:
-  using ToServer = grpc::experimental::ExternalConnectionAcceptor;
+// False where there is no room for another connection, or this process can have no more descriptors.
+bool take_one(const FileDescriptor& listener, ToServer& to_server, UnprovenConnections& unproven) {
+  if (!unproven.make_room()) return false;
+  FileDescriptor socket(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!socket.open()) return errno != EMFILE && errno != ENFILE;
+  transport::send_at_once(socket);
+  unproven.add(socket);
+  ToServer::NewConnectionParameters connection;
+  connection.listener_fd = listener.get();
+  connection.fd = socket.release();
+  to_server.HandleNewConnection(&connection);
+  return true;
+}
 
-  // The server must have been started, and outlive this object, as must `unproven`.
-  TlsDoor(FileDescriptor listener, std::unique_ptr<ToServer> to_server, UnprovenConnections& unproven)
-      : listener_(std::move(listener)),
-        stop_(eventfd(0, EFD_CLOEXEC)),
-        to_server_(std::move(to_server)),
-        thread_([this, &unproven] { accept(unproven); }) {}
-  ~TlsDoor() override { eventfd_write(stop_.get(), 1); }
-  TlsDoor(const TlsDoor&) = delete;
-  TlsDoor& operator=(const TlsDoor&) = delete;
-
- private:
-  void accept(UnprovenConnections& unproven) {
-    constexpr auto kLongestPoll = transport::Acceptor::kLongestPoll;
-    while (true) {
-      pollfd polls[] = {{stop_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
-      poll(polls, 2, unproven.empty() ? -1 : kLongestPoll);
-      if (polls[0].revents != 0) return;
-      unproven.forget();
-      const bool one_waits = polls[1].revents != 0;
-      if (one_waits && !take_one(unproven)) poll(polls, 1, kLongestPoll);  // it waits until there is room
-    }
+void accept_with_tls(const FileDescriptor& listener, const FileDescriptor& stop, ToServer& to_server,
+                     UnprovenConnections& unproven) {
+  constexpr auto kLongestPoll = transport::Acceptor::kLongestPoll;
+  while (true) {
+    pollfd polls[] = {{stop.get(), POLLIN, 0}, {listener.get(), POLLIN, 0}};
+    poll(polls, 2, unproven.empty() ? -1 : kLongestPoll);
+    if (polls[0].revents != 0) return;
+    unproven.forget();
+    const bool one_waits = polls[1].revents != 0;
+    if (one_waits && !take_one(listener, to_server, unproven)) poll(polls, 1, kLongestPoll);  // until there is room
   }
-
-  // False where there is no room for another connection, or this process can have no more descriptors.
-  bool take_one(UnprovenConnections& unproven) {
-    if (!unproven.make_room()) return false;
-    FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!socket.open()) return errno != EMFILE && errno != ENFILE;
-    transport::send_at_once(socket);
-    unproven.add(socket);
-    ToServer::NewConnectionParameters connection;
-    connection.listener_fd = listener_.get();
-    connection.fd = socket.release();
-    to_server_->HandleNewConnection(&connection);
-    return true;
-  }
-
-  const FileDescriptor listener_, stop_;
-  const std::unique_ptr<ToServer> to_server_;
-  std::jthread thread_;
-};
+}
 
 class GrpcEndpoint final : public parameter_server::Endpoint {
  public:
@@ -176,7 +156,7 @@ class GrpcEndpoint final : public parameter_server::Endpoint {
     builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
     builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
     builder.RegisterService(&service_);
-    access.certificates.empty() ? start(builder, address, access) : start_with_tls(builder, address, access);
+    start(builder, address, access);
   }
 
   ~GrpcEndpoint() override {
@@ -190,34 +170,32 @@ class GrpcEndpoint final : public parameter_server::Endpoint {
  private:
   void start(grpc::ServerBuilder& builder, const std::string& address, const Access& access) {
     auto listener = transport::listen_at(address, access);
-    address_ = transport::local_address(listener);
-    server_ = builder.BuildAndStart();
-    if (!server_) throw ClusterError(text("cannot answer calls at ", address));
-    door_ = std::make_unique<ProvingDoor>(std::move(listener), access, *server_);
-  }
-
-  void start_with_tls(grpc::ServerBuilder& builder, const std::string& address, const Access& access) {
-    auto listener = transport::listen_at(address, access);
     address_ = told_address(transport::local_address(listener), access);
-    builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kToProveByTls);
-    using Type = grpc::ServerBuilder::experimental_type::ExternalConnectionType;
-    auto to_server = builder.experimental().AddExternalConnectionAcceptor(Type::FROM_FD, server_credentials(access));
+    const bool uses_tls = !access.certificates.empty();
+    std::shared_ptr<ToServer> to_server;
+    if (uses_tls) {
+      builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kToProveByTls);
+      using Type = grpc::ServerBuilder::experimental_type::ExternalConnectionType;
+      to_server = builder.experimental().AddExternalConnectionAcceptor(Type::FROM_FD, server_credentials(access));
+    }
     server_ = builder.BuildAndStart();
     if (!server_) throw ClusterError(text("cannot answer calls at ", address));
-    door_ = std::make_unique<TlsDoor>(std::move(listener), std::move(to_server), unproven_);
+    door_.emplace(std::move(listener), [this, access, to_server](const auto& at, const auto& stop) {
+      to_server ? accept_with_tls(at, stop, *to_server, unproven_) : accept_proved(at, stop, access, *server_);
+    });
   }
 
   UnprovenConnections unproven_;  // with TLS
   Service service_;
   std::string address_;
   std::unique_ptr<grpc::Server> server_;
-  std::unique_ptr<Door> door_;
+  std::optional<Door> door_;
 };
 
 }  // namespace
 
-std::unique_ptr<parameter_server::Endpoint> serve(const std::string& address, const Access& access,
-                                                  const Services& services) {
+std::unique_ptr<parameter_server::Endpoint> GrpcEngine::serve(const std::string& address, const Access& access,
+                                                              const Services& services) const {
   const auto host = address.substr(0, address.rfind(':'));
   if (!transport::is_loopback(host) && access.certificates.empty() && !access.trusted_network) {
     throw ClusterError(text("parameter servers would answer at ", address, " without encryption: make certificates ",

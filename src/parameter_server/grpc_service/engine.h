@@ -14,19 +14,20 @@
 
 namespace lockstep::grpc_service {
 
-// As ServiceEngine's.
-std::shared_ptr<parameter_server::ServerConnection> connect_server(
-    const parameter_server::ServiceEngine::ModelOnServer& of, parameter_server::FindAddress address,
-    const Access& access);
-bool transfer(const parameter_server::ServiceEngine::ModelOnServer& of, parameter_server::FindAddress address,
-              const Access& access, std::int64_t number, parameter_server::ShardStore& to, Deadline deadline);
-std::shared_ptr<parameter_server::ChiefConnection> connect_chief(const parameter_server::Process& self,
-                                                                 parameter_server::FindAddress address,
-                                                                 const Access& access);
-
-// As ServiceEngine::serve.
-std::unique_ptr<parameter_server::Endpoint> serve(const std::string& address, const Access& access,
-                                                  const parameter_server::Services& services);
+// The library for gRPC gives one to the process that loads it.
+class GrpcEngine final : public parameter_server::ServiceEngine {
+ public:
+  std::unique_ptr<parameter_server::Endpoint> serve(const std::string& address, const Access& access,
+                                                    const parameter_server::Services& services) const override;
+  std::shared_ptr<parameter_server::ServerConnection> connect_server(const ModelOnServer& of,
+                                                                     parameter_server::FindAddress address,
+                                                                     const Access& access) const override;
+  bool transfer(const ModelOnServer& of, parameter_server::FindAddress address, const Access& access,
+                std::int64_t number, parameter_server::ShardStore& to, Deadline deadline) const override;
+  std::shared_ptr<parameter_server::ChiefConnection> connect_chief(const parameter_server::Process& self,
+                                                                   parameter_server::FindAddress address,
+                                                                   const Access& access) const override;
+};
 
 // The two directions of a call. False: the other end has closed its own.
 class CallStream {

@@ -6,7 +6,6 @@
 #include <grpcpp/support/status.h>
 
 #include <cstddef>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <span>

@@ -57,12 +57,12 @@ class GrpcService : public testing::Test {
                                             std::vector<std::size_t> bytes = {kLarge * sizeof(float),
                                                                               kSmall * sizeof(float)},
                                             double reconnect_seconds = 60) {
-    return connect_server({.server = "ps 0",
-                           .user = "worker 0",
-                           .model = 0,
-                           .shard_bytes = std::move(bytes),
-                           .reconnect_seconds = reconnect_seconds},
-                          at(*endpoint_), access);
+    return GrpcEngine().connect_server({.server = "ps 0",
+                                        .user = "worker 0",
+                                        .model = 0,
+                                        .shard_bytes = std::move(bytes),
+                                        .reconnect_seconds = reconnect_seconds},
+                                       at(*endpoint_), access);
   }
 
   // Returns the server's answer to bytes that no client of ours sends.
@@ -98,7 +98,7 @@ class GrpcService : public testing::Test {
 
   const std::shared_ptr<ServedModels> models_ = std::make_shared<ServedModels>(1);
   const std::shared_ptr<Coordinator> chief_ = std::make_shared<Coordinator>(2, 60);
-  std::unique_ptr<Endpoint> endpoint_ = serve("127.0.0.1:0", kAccess, {models_, chief_});
+  std::unique_ptr<Endpoint> endpoint_ = GrpcEngine().serve("127.0.0.1:0", kAccess, {models_, chief_});
 };
 
 TEST_F(GrpcService, ValuesAndGradientsArriveAsTheyWere) {
@@ -161,8 +161,11 @@ TEST_F(GrpcService, BytesThatAreNoCallAreRefused) {
   expect({}, "does not begin with a request");
   expect({"\xff\xff\xff"}, "does not begin with a request");
   expect({request([](Request&) {})}, "a kind that this version does not know");
-  expect({request([](Request& request) { request.mutable_pull()->set_model(7); })},
-         "waiting until the server makes model number 7");
+  const auto pull = request([](Request& request) {
+    request.mutable_pull();
+    request.set_model(7);
+  });
+  expect({pull}, "waiting until the server makes model number 7");
   expect({request([](Request& request) { request.mutable_next()->set_worker(9); })}, "worker 9");
   const auto push = request([](Request& request) {
     request.mutable_push()->set_present(std::string("\0\1", 2));
@@ -209,8 +212,8 @@ TEST_F(GrpcService, ACallDoesNotStayWithAStranger) {
   const auto front = transport::listen_at("127.0.0.1:0", {});
   std::atomic<int> asked = 0;
   const auto address = [&](Deadline) { return asked++ == 0 ? transport::local_address(front) : endpoint_->address(); };
-  const auto server =
-      connect_server({.server = "ps 0", .user = "worker 0", .model = 0, .shard_bytes = {}}, address, kAccess);
+  const auto server = GrpcEngine().connect_server({.server = "ps 0", .user = "worker 0", .model = 0, .shard_bytes = {}},
+                                                  address, kAccess);
   std::jthread stranger([&] {
     const auto caller = transport::accept_from(front, in_time());
     const auto to = transport::connect_to(endpoint_->address(), in_time());
@@ -227,7 +230,7 @@ TEST_F(GrpcService, ACallDoesNotStayWithAStranger) {
 }
 
 TEST_F(GrpcService, TheChiefNoticesWhoHasGone) {
-  auto worker = connect_chief({"worker 1", 1}, at(*endpoint_), kAccess);
+  auto worker = GrpcEngine().connect_chief({"worker 1", 1}, at(*endpoint_), kAccess);
   chief_->begin(0, 0, {});
   chief_->open(0, 0, 1);
   const auto given = worker->next(0, 1, {}, in_time());
@@ -235,7 +238,7 @@ TEST_F(GrpcService, TheChiefNoticesWhoHasGone) {
   EXPECT_EQ(chief_->next(0, 0, {}, Deadline::after(std::chrono::seconds(0))).kind,
             parameter_server::Assignment::Kind::wait);
   worker.reset();
-  auto other = connect_chief({"worker 0", 0}, at(*endpoint_), kAccess);
+  auto other = GrpcEngine().connect_chief({"worker 0", 0}, at(*endpoint_), kAccess);
   auto assignment = other->next(0, 0, {}, in_time());
   while (assignment.kind == parameter_server::Assignment::Kind::wait) assignment = other->next(0, 0, {}, in_time());
   EXPECT_EQ(assignment, given);
@@ -255,8 +258,8 @@ TEST_F(GrpcService, AServersStateIsTransferred) {
   const std::vector<VariableSpec> variables{{"large", DType::float32, {kLarge}}, {"small", DType::float32, {kSmall}}};
   ShardStore received(ModelSpec{variables}, place_shards(variables, {}, 1), ServerNumber(), SGD(), UpdateMode());
   const auto fetch = [&](std::int64_t number) {
-    return transfer({.server = "ps 0", .user = "ps 1", .shard_bytes = {}}, at(*endpoint_), kAccess, number, received,
-                    in_time());
+    return GrpcEngine().transfer({.server = "ps 0", .user = "ps 1", .shard_bytes = {}}, at(*endpoint_), kAccess, number,
+                                 received, in_time());
   };
   EXPECT_FALSE(fetch(1));  // it has no values yet
   const auto large = counting(kLarge, 1), small = counting(kSmall, 100);
@@ -276,7 +279,7 @@ TEST_F(GrpcService, AServersStateIsTransferred) {
 TEST_F(GrpcService, SecondCopiesAreShardsOfTheirOwn) {
   const ServiceEngine::ModelOnServer second{
       .server = "ps 0", .user = "worker 0", .shard_bytes = {12}, .second_copies = true};
-  const auto connect_second = [&] { return connect_server(second, at(*endpoint_), kAccess); };
+  const auto connect_second = [&] { return GrpcEngine().connect_server(second, at(*endpoint_), kAccess); };
   expect_says(message_of<InvalidArgument>([&] { connect_second()->open("other shards", in_time()); }),
               "this process has no second copies of shards");
   const auto copies = std::make_shared<ServedModels>(1);
@@ -284,7 +287,7 @@ TEST_F(GrpcService, SecondCopiesAreShardsOfTheirOwn) {
   copies->add(0, "other shards",
               std::make_shared<ShardStore>(ModelSpec{variables}, place_shards(variables, {}, 1), ServerNumber(), SGD(),
                                            UpdateMode()));
-  endpoint_ = serve("127.0.0.1:0", kAccess, {models_, chief_, copies});
+  endpoint_ = GrpcEngine().serve("127.0.0.1:0", kAccess, {models_, chief_, copies});
   const auto values = counting(3, 1);
   connect_second()->open("other shards", in_time());
   connect_second()->write(std::vector{bytes_of(values)}, in_time());
@@ -302,13 +305,13 @@ TEST_F(GrpcService, GradientsAreSentAsBFloat16WhereThatIsAsked) {
   models_->add(1, "sixteen bits",
                std::make_shared<ShardStore>(model, place_shards(model.variables, {}, 1), ServerNumber(),
                                             SGD({.learning_rate = 1}), UpdateMode()));
-  const auto server = connect_server({.server = "ps 0",
-                                      .user = "worker 0",
-                                      .model = 1,
-                                      .shard_bytes = {12, 8},
-                                      .row_bytes = {8},
-                                      .bfloat16 = {.shards = {true, false}, .tables = {true}}},
-                                     at(*endpoint_), kAccess);
+  const auto server = GrpcEngine().connect_server({.server = "ps 0",
+                                                   .user = "worker 0",
+                                                   .model = 1,
+                                                   .shard_bytes = {12, 8},
+                                                   .row_bytes = {8},
+                                                   .bfloat16 = {.shards = {true, false}, .tables = {true}}},
+                                                  at(*endpoint_), kAccess);
   std::vector<float> a(3), rows(2);
   double b = 0;
   auto* const bytes_of_b = reinterpret_cast<std::byte*>(&b);
@@ -334,23 +337,23 @@ TEST_F(GrpcService, GradientsAreSentAsBFloat16WhereThatIsAsked) {
 // The server was started again at another address.
 TEST_F(GrpcService, AServerIsFoundAgain) {
   auto address = endpoint_->address();
-  const auto server = connect_server(
+  const auto server = GrpcEngine().connect_server(
       {.server = "ps 0", .user = "worker 0", .model = 0, .shard_bytes = {}}, [&](Deadline) { return address; },
       kAccess);
   server->open("a model", in_time());
   endpoint_.reset();
   expect_says(message_of<DeadlineExceeded>([&] { server->open("a model", Deadline::after(std::chrono::seconds(1))); }),
               "calling ps 0");
-  endpoint_ = serve("127.0.0.1:0", kAccess, {models_, chief_});
+  endpoint_ = GrpcEngine().serve("127.0.0.1:0", kAccess, {models_, chief_});
   address = endpoint_->address();
   server->open("a model", in_time());
 }
 
 TEST(GrpcEndpoint, AnswersOtherHostsInATrustedNetworkAlone) {
-  expect_says(message_of<ClusterError>([] { serve("0.0.0.0:0", kAccess, {}); }), "without encryption");
+  expect_says(message_of<ClusterError>([] { GrpcEngine().serve("0.0.0.0:0", kAccess, {}); }), "without encryption");
   auto trusted = kAccess;
   trusted.trusted_network = true;
-  serve("0.0.0.0:0", trusted, {});
+  GrpcEngine().serve("0.0.0.0:0", trusted, {});
 }
 
 }  // namespace

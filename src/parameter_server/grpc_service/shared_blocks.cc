@@ -26,44 +26,44 @@ std::shared_ptr<parameter_server::SharedBlock> Blocks::find(std::int64_t number)
   return found == blocks_.end() ? nullptr : found->second;
 }
 
-std::unique_ptr<SharedWith> SharedWith::make(Caller& server, std::shared_ptr<parameter_server::SharedBlock> block,
-                                             Deadline deadline) {
-  const auto handle = block->handle();
+bool SharedBlocks::add(std::shared_ptr<parameter_server::SharedBlock> block, Deadline deadline) {
+  Block added{.block = std::move(block)};
+  share(added, deadline);
+  MutexLock lock(mutex_);
+  return blocks_.emplace_back(std::move(added)).number >= 0;
+}
+
+void SharedBlocks::share(Block& block, Deadline deadline) {
+  block.number = -1;
+  block.stream = nullptr;
+  const auto handle = block.block->handle();
   Request request;
   auto& head = *request.mutable_share();
   head.set_process(handle.process);
   head.set_file(handle.descriptor);
   head.set_bytes(handle.bytes);
   head.set_nonce(handle.nonce);
-  std::unique_ptr<SharedWith> shared(new SharedWith);
+  const auto context = std::make_shared<grpc::ClientContext>();
   Reply reply;
-  shared->stream_ = server.open(request, shared->context_, reply, deadline);
-  if (shared->stream_ == nullptr || !reply.has_block()) return nullptr;
-  shared->block_ = std::move(block);
-  shared->number_ = reply.block();
-  return shared;
-}
-
-SharedWith::~SharedWith() {
-  if (stream_ == nullptr) return;
-  context_.TryCancel();
-  stream_->Finish();
-}
-
-bool SharedBlocks::add(std::shared_ptr<parameter_server::SharedBlock> block, Deadline deadline) {
-  auto shared = SharedWith::make(server_, block, deadline);
-  const bool accessible = shared != nullptr;
-  MutexLock lock(mutex_);
-  blocks_.push_back({std::move(block), std::move(shared)});
-  return accessible;
+  const std::shared_ptr<ClientStream> stream = server_.open(request, *context, reply, deadline);
+  if (stream == nullptr) return;
+  block.stream = {nullptr, [context, stream](void*) {
+                    context->TryCancel();
+                    stream->Finish();
+                  }};
+  if (reply.has_block()) {
+    block.number = reply.block();
+  } else {
+    block.stream = nullptr;
+  }
 }
 
 SharedBlocks::Place SharedBlocks::find(const void* data, std::size_t bytes) const {
   MutexLock lock(mutex_);
   for (const auto& block : blocks_) {
-    if (block.shared == nullptr) continue;
+    if (block.number < 0) continue;
     const auto offset = block.block->offset_of(data, bytes);
-    if (offset >= 0) return {block.shared->number(), offset};
+    if (offset >= 0) return {block.number, offset};
   }
   return {};
 }
@@ -77,7 +77,7 @@ void SharedBlocks::share_again(std::int64_t known, Deadline deadline) {
   MutexLock lock(mutex_);
   if (generation_ != known) return;
   ++generation_;
-  for (auto& block : blocks_) block.shared = SharedWith::make(server_, block.block, deadline);
+  for (auto& block : blocks_) share(block, deadline);
 }
 
 std::shared_ptr<const void> SharedBlocks::owner() const {

@@ -32,29 +32,6 @@ class Blocks {
   std::map<std::int64_t, std::shared_ptr<parameter_server::SharedBlock>> blocks_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
-// A block of this process's memory that a server accesses. Any thread may read it; the rest is for one. The server
-// forgets the block when this ends.
-class SharedWith {
- public:
-  // Null where the server cannot reach the block.
-  static std::unique_ptr<SharedWith> make(Caller& server, std::shared_ptr<parameter_server::SharedBlock> block,
-                                          Deadline deadline);
-  ~SharedWith();
-  SharedWith(const SharedWith&) = delete;
-  SharedWith& operator=(const SharedWith&) = delete;
-
-  const std::shared_ptr<parameter_server::SharedBlock>& block() const { return block_; }
-  std::int64_t number() const { return number_; }  // on the server
-
- private:
-  SharedWith() = default;
-
-  std::shared_ptr<parameter_server::SharedBlock> block_;
-  std::int64_t number_ = 0;
-  grpc::ClientContext context_;
-  std::unique_ptr<ClientStream> stream_;
-};
-
 // The blocks of this process's memory that it shares with one server. Any thread.
 class SharedBlocks {
  public:
@@ -89,8 +66,10 @@ class SharedBlocks {
  private:
   struct Block {
     std::shared_ptr<parameter_server::SharedBlock> block;
-    std::unique_ptr<SharedWith> shared;  // null where the server cannot access it
+    std::int64_t number = -1;           // on the server; -1 where the server cannot access the block
+    std::shared_ptr<void> stream = {};  // the server forgets the block when this ends
   };
+  void share(Block& block, Deadline deadline);
   std::int64_t generation() const;
 
   // Unless another thread has done so since the generation was `known`.

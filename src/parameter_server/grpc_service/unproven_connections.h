@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <map>
 #include <string>
-#include <vector>
 
 #include "base/file.h"
 #include "base/mutex.h"

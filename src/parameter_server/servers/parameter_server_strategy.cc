@@ -63,15 +63,14 @@ strategy::StrategySettings settings_of(ParameterServerOptions options) {
                                                       .bfloat16_gradients = bfloat16_gradients(options),
                                                       .start_seconds = options.start_timeout_seconds,
                                                       .reconnect_seconds = options.reconnect_timeout_seconds});
-  const auto place = among->among_local_workers();
   strategy::StrategySettings settings{
       .threads_per_replica = options.threads_per_replica,
-      .partition = {place.rank, place.size},
+      .partition = among->partition(),
       .timeouts = {.start = options.start_timeout_seconds, .step = options.timeout_seconds}};
   settings.devices = devices_of(options, roles.mine, settings.partition);
   const int replicas = among->agree_on_replicas(static_cast<int>(settings.devices.size()));
   settings.kind = std::make_shared<servers::Servers>(among, mode.parts * replicas);
-  if (place.size > 1) cluster::keep_to_partition(settings.partition);
+  if (settings.partition.size > 1) cluster::keep_to_partition(settings.partition);
   return settings;
 }
 
