@@ -42,31 +42,49 @@ struct Opening {
 };
 static_assert(sizeof(Opening) == sizeof(SocketAddress) + sizeof(Proof));
 
-class Authenticated {
- public:
-  Authenticated(const Access& access, Label label) {
-    const auto* const key = reinterpret_cast<const unsigned char*>(access.token.data());
-    crypto_auth_hmacsha256_init(&state_, key, access.token.size());
-    add(label);
-  }
-  template <class T>
-  Authenticated& add(const T& value) {
-    static_assert(std::has_unique_object_representations_v<T>);
-    crypto_auth_hmacsha256_update(&state_, reinterpret_cast<const unsigned char*>(&value), sizeof value);
-    return *this;
-  }
-  Proof proof() {
-    Proof proof;
-    crypto_auth_hmacsha256_final(&state_, proof.data());
-    return proof;
-  }
+const unsigned char* raw(std::string_view text) { return reinterpret_cast<const unsigned char*>(text.data()); }
+unsigned char* raw(std::string& text) { return reinterpret_cast<unsigned char*>(text.data()); }
 
- private:
-  crypto_auth_hmacsha256_state state_;
-};
+template <class T>
+std::string_view bytes_of(const T& value) {
+  static_assert(std::has_unique_object_representations_v<T>);
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+
+// The proof of these bytes, one part after the other, under the job's token.
+Proof authenticate(const Access& access, Label label, std::initializer_list<std::string_view> parts) {
+  crypto_auth_hmacsha256_state state;
+  crypto_auth_hmacsha256_init(&state, raw(access.token), access.token.size());
+  crypto_auth_hmacsha256_update(&state, raw(bytes_of(label)), sizeof label);
+  for (const auto part : parts) crypto_auth_hmacsha256_update(&state, raw(part), part.size());
+  Proof proof;
+  crypto_auth_hmacsha256_final(&state, proof.data());
+  return proof;
+}
 
 Proof authenticate(const Access& access, Label label, const Handshake& handshake) {
-  return Authenticated(access, label).add(handshake.connects).add(handshake.dialled).add(handshake.accepts).proof();
+  const auto& [connects, dialled, accepts] = handshake;
+  return authenticate(access, label, {bytes_of(connects), bytes_of(dialled), bytes_of(accepts)});
+}
+
+// Reads what has arrived for the value and does not wait; true once the value is whole. `arrived`: its bytes so far.
+// Throws ConnectionClosed and ClusterError.
+template <class T>
+bool receive(const FileDescriptor& socket, std::vector<std::byte>& arrived, T& value) {
+  const auto before = arrived.size();
+  arrived.resize(sizeof value);
+  const auto count = recv(socket.get(), arrived.data() + before, sizeof value - before, 0);
+  const auto error = errno;
+  arrived.resize(before + static_cast<std::size_t>(std::max<ssize_t>(0, count)));
+  if (count == 0) throw ConnectionClosed();
+  if (count < 0) {
+    if (error != EAGAIN && error != EINTR) throw_broken(error);
+    return false;
+  }
+  if (arrived.size() < sizeof value) return false;
+  std::memcpy(&value, arrived.data(), sizeof value);
+  arrived.clear();
+  return true;
 }
 
 std::string name_of(const Greeting& greeting) {
@@ -111,13 +129,9 @@ bool is_bound(const SocketAddress& dialled, const SocketAddress& accepted, Bound
 }
 
 Proof prove_opening(const Access& access, const Greeting& connects, const SocketAddress& dialled) {
-  Authenticated opening(access, Label::opening);
-  opening.add(connects).add(dialled);
-  // Every host has these addresses. Without a token they prove nothing.
-  if (!access.token.empty() && is_loopback(dialled)) {
-    for (const char letter : this_network()) opening.add(letter);
-  }
-  return opening.proof();
+  // Every host has loopback addresses. Without a token they prove nothing.
+  const auto network = !access.token.empty() && is_loopback(dialled) ? this_network() : "";
+  return authenticate(access, Label::opening, {bytes_of(connects), bytes_of(dialled), network});
 }
 
 Proof prove(const Access& access, End end, const Handshake& handshake) {
@@ -130,31 +144,13 @@ SessionKeys session_keys(const Access& access, const Handshake& handshake) {
 }
 
 std::uint64_t secret_number(const Access& access, const std::string& name) {
-  Authenticated named(access, Label::number);
-  for (const char letter : name) named.add(letter);
-  const auto bytes = named.proof();
+  const auto bytes = authenticate(access, Label::number, {name});
   std::uint64_t number = 0;
   std::memcpy(&number, bytes.data(), sizeof number);
   return number;
 }
 
 bool equal(const Proof& a, const Proof& b) { return sodium_memcmp(a.data(), b.data(), a.size()) == 0; }
-
-bool Arriving::receive(int socket, std::span<std::byte> value) {
-  const auto before = received_.size();
-  received_.resize(value.size());
-  const auto count = recv(socket, received_.data() + before, value.size() - before, 0);
-  const auto error = errno;
-  received_.resize(before + static_cast<std::size_t>(std::max<ssize_t>(0, count)));
-  if (count == 0) throw ConnectionClosed();
-  const auto broken = [&] { return text("a connection broke: ", std::strerror(error)); };
-  if (count < 0 && error == ECONNRESET) throw ConnectionClosed(broken());
-  if (count < 0 && error != EAGAIN && error != EINTR) throw ClusterError(broken());
-  if (received_.size() < value.size()) return false;
-  std::copy(received_.begin(), received_.end(), value.begin());
-  received_.clear();
-  return true;
-}
 
 // The greeting and the opening fit into any socket's buffer, so writing does not wait.
 ConnectingEnd::ConnectingEnd(const FileDescriptor& socket, const Access& access, const Greeting& who)
@@ -171,7 +167,7 @@ ConnectingEnd::ConnectingEnd(const FileDescriptor& socket, const Access& access,
 bool ConnectingEnd::advance() {
   auto& theirs = handshake_.accepts;
   if (!has_greeting_) {
-    if (!arriving_.receive(socket_.get(), std::as_writable_bytes(std::span(&theirs, 1)))) return false;
+    if (!receive(socket_, arrived_, theirs)) return false;
     has_greeting_ = true;
     const auto problem = problem_with(theirs, handshake_.connects);
     if (!problem.empty()) throw ClusterError(problem);
@@ -183,20 +179,20 @@ bool ConnectingEnd::advance() {
     }
   }
   Proof proof;
-  if (!arriving_.receive(socket_.get(), std::as_writable_bytes(std::span(proof)))) return false;
+  if (!receive(socket_, arrived_, proof)) return false;
   if (!equal(proof, prove(access_, End::accepts, handshake_))) throw ClusterError(kNoProof);
   write_value(socket_, prove(access_, End::connects, handshake_), Deadline::after(std::chrono::seconds(0)));
   return true;
 }
 
-Introduced introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline) {
+ConnectingEnd introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline) {
   ConnectingEnd end(socket, access, who);
   while (!end.advance()) {
     if (!wait_for_events(socket.get(), POLLIN, deadline)) {
       throw DeadlineExceeded("reading from a connection", deadline.waited());
     }
   }
-  return {end.theirs(), end.keys()};
+  return end;
 }
 
 Connection connect_proved(const std::string& address, const Access& access, const Greeting& who, Deadline deadline,
@@ -206,8 +202,8 @@ Connection connect_proved(const std::string& address, const Access& access, cons
     auto socket = connect_to(address, deadline);
     const auto by = Deadline::after(attempt);
     try {
-      const auto [theirs, keys] = introduce(socket, access, who, by.time() < deadline.time() ? by : deadline);
-      return {std::move(socket), theirs, keys};
+      const auto end = introduce(socket, access, who, by.time() < deadline.time() ? by : deadline);
+      return {std::move(socket), end.theirs(), end.keys()};
     } catch (const ConnectionClosed&) {
       if (deadline.passed()) throw;
     } catch (const DeadlineExceeded&) {
@@ -260,8 +256,7 @@ std::optional<std::size_t> first_that_proves(std::span<const std::string> addres
   while (std::any_of(candidates.begin(), candidates.end(), open)) {
     std::vector<pollfd> polls;
     for (const auto& candidate : candidates) polls.push_back(candidate->events());
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now()).count();
-    poll(polls.data(), polls.size(), static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000)));
+    poll(polls.data(), polls.size(), milliseconds_to(deadline));
     for (std::size_t i = 0; i < polls.size(); ++i) {
       try {
         if (polls[i].revents != 0 && candidates[i]->advance(access, who)) return i;
@@ -282,7 +277,7 @@ std::optional<std::size_t> first_that_proves(std::span<const std::string> addres
 bool AcceptingEnd::advance(const Access& access, const Greeting& who, const Refuse& refuse) {
   auto& theirs = handshake_.connects;
   if (!has_greeted_) {
-    if (!receive(std::as_writable_bytes(std::span(&theirs, 1)))) return false;
+    if (!receive(socket_, arrived_, theirs)) return false;
     has_greeted_ = true;
     // Ends of another version may send something else after their greeting.
     if (theirs.magic != who.magic || theirs.version != who.version)
@@ -290,7 +285,7 @@ bool AcceptingEnd::advance(const Access& access, const Greeting& who, const Refu
   }
   if (!has_opened_) {
     Opening opening;
-    if (!receive(std::as_writable_bytes(std::span(&opening, 1)))) return false;
+    if (!receive(socket_, arrived_, opening)) return false;
     handshake_.dialled = opening.dialled;
     auto mine = fresh(who);
     if (!equal(opening.proof, prove_opening(access, theirs, opening.dialled))) answer(access, mine, kNoProof);
@@ -309,7 +304,7 @@ bool AcceptingEnd::advance(const Access& access, const Greeting& who, const Refu
     answer(access, mine, problem);
   }
   Proof proof;
-  if (!receive(std::as_writable_bytes(std::span(proof)))) return false;
+  if (!receive(socket_, arrived_, proof)) return false;
   if (!equal(proof, prove(access, End::connects, handshake_))) throw ClusterError(kNoProof);
   return true;
 }
@@ -340,9 +335,6 @@ Nonce nonce_of(std::uint64_t number) {
   return nonce;
 }
 
-const unsigned char* bytes_of(std::string_view text) { return reinterpret_cast<const unsigned char*>(text.data()); }
-unsigned char* bytes_of(std::string& text) { return reinterpret_cast<unsigned char*>(text.data()); }
-
 }  // namespace
 
 Seal::Seal(const SessionKeys& keys, End end)
@@ -353,17 +345,16 @@ std::string Seal::close(std::string_view message) {
   const auto length = static_cast<std::uint32_t>(message.size() + kTag);
   std::string sealed(sizeof length + length, '\0');
   std::memcpy(sealed.data(), &length, sizeof length);
-  crypto_aead_chacha20poly1305_ietf_encrypt(bytes_of(sealed) + sizeof length, nullptr, bytes_of(message),
-                                            message.size(), nullptr, 0, nullptr, nonce_of(sent_++).data(),
-                                            to_send_.data());
+  crypto_aead_chacha20poly1305_ietf_encrypt(raw(sealed) + sizeof length, nullptr, raw(message), message.size(), nullptr,
+                                            0, nullptr, nonce_of(sent_++).data(), to_send_.data());
   return sealed;
 }
 
 std::string Seal::open(std::string_view sealed) {
   std::string message(sealed.size() < kTag ? 0 : sealed.size() - kTag, '\0');
   if (sealed.size() < kTag ||
-      crypto_aead_chacha20poly1305_ietf_decrypt(bytes_of(message), nullptr, nullptr, bytes_of(sealed), sealed.size(),
-                                                nullptr, 0, nonce_of(received_++).data(), to_receive_.data()) != 0) {
+      crypto_aead_chacha20poly1305_ietf_decrypt(raw(message), nullptr, nullptr, raw(sealed), sealed.size(), nullptr, 0,
+                                                nonce_of(received_++).data(), to_receive_.data()) != 0) {
     throw ClusterError("what came over a connection is not what the other side has sent");
   }
   return message;

@@ -35,11 +35,6 @@ struct Hello {
   bool same_protocol(const Hello& other) const { return magic == other.magic && version == other.version; }
 };
 
-// The second message from rank 0; the heaps come with it.
-struct Heaps {
-  std::int32_t count = 0;
-};
-
 struct NamedAddress {
   explicit NamedAddress(const std::string& name) {
     address.sun_family = AF_UNIX;
@@ -169,16 +164,12 @@ class Host {
   const std::string& name() const { return name_; }
   const FileDescriptor& memory() const { return memory_; }
 
-  // [rank]: pidfds, and heaps.
-  struct Shared {
-    std::vector<FileDescriptor> pidfds, heaps;
-  };
-  Shared welcome(Deadline deadline) {
+  // Returns the pidfds and the heaps of all, [rank].
+  std::pair<std::vector<FileDescriptor>, std::vector<FileDescriptor>> welcome(Deadline deadline) {
     const auto ranks = static_cast<std::size_t>(layout_.ranks);
-    Shared shared{std::vector<FileDescriptor>(ranks), std::vector<FileDescriptor>(ranks)};
-    std::vector<FileDescriptor> guests(ranks);
-    shared.pidfds[0] = own_pidfd();
-    shared.heaps[0] = make_memory_file();
+    std::vector<FileDescriptor> pidfds(ranks), heaps(ranks), guests(ranks);
+    pidfds[0] = own_pidfd();
+    heaps[0] = make_memory_file();
     for (std::size_t come = 1; come < ranks;) {
       try {
         auto guest = accept_from(listener_, deadline);
@@ -188,8 +179,8 @@ class Host {
         const auto rank = static_cast<std::size_t>(hello.rank);
         const bool expected = hello.rank > 0 && rank < ranks && !guests[rank].open();
         if (!hello.same_protocol({}) || !expected || own.size() != 2 || !cannot_shrink(own[1].get())) continue;
-        shared.pidfds[rank] = std::move(own[0]);
-        shared.heaps[rank] = std::move(own[1]);
+        pidfds[rank] = std::move(own[0]);
+        heaps[rank] = std::move(own[1]);
         guests[rank] = std::move(guest);
         ++come;
       } catch (const DeadlineExceeded&) {
@@ -200,14 +191,14 @@ class Host {
         log_warning(text("a process that wanted to share memory went away: ", error.what()));
       }
     }
-    std::vector<int> pidfds{memory_.get()}, heaps;
-    for (const auto& pidfd : shared.pidfds) pidfds.push_back(pidfd.get());
-    for (const auto& heap : shared.heaps) heaps.push_back(heap.get());
+    std::vector<int> first{memory_.get()}, second;  // the descriptors of the two messages
+    for (const auto& pidfd : pidfds) first.push_back(pidfd.get());
+    for (const auto& heap : heaps) second.push_back(heap.get());
     for (std::size_t r = 1; r < ranks; ++r) {
-      send_with(guests[r], layout_, pidfds, deadline);
-      send_with(guests[r], Heaps{.count = layout_.ranks}, heaps, deadline);
+      send_with(guests[r], layout_, first, deadline);
+      send_with(guests[r], layout_.ranks, second, deadline);
     }
-    return shared;
+    return {std::move(pidfds), std::move(heaps)};
   }
 
  private:
@@ -242,9 +233,8 @@ SharedRendezvous rendezvous_in_shared_memory(int rank, const SpaceLayout& layout
   if (rank == 0) {
     Host host(layout, names);
     all_gather(host.name());
-    auto shared = host.welcome(deadline);
-    return {member(std::make_shared<SharedSpace>(layout, host.memory().get()), std::move(shared.pidfds)),
-            std::move(shared.heaps)};
+    auto [pidfds, heaps] = host.welcome(deadline);
+    return {member(std::make_shared<SharedSpace>(layout, host.memory().get()), std::move(pidfds)), std::move(heaps)};
   }
   const NamedAddress address(all_gather("")[0]);
   const auto socket = unix_socket();
@@ -265,7 +255,7 @@ SharedRendezvous rendezvous_in_shared_memory(int rank, const SpaceLayout& layout
   const auto made = receive_with<SpaceLayout>(socket, given, deadline);
   const auto problem = problem_with(made, layout, given);
   if (!problem.empty()) throw ClusterError("rank 0 cannot share its memory: " + problem);
-  receive_with<Heaps>(socket, heaps, deadline);
+  receive_with<int>(socket, heaps, deadline);
   const bool safe = std::all_of(heaps.begin(), heaps.end(), [](const auto& file) { return cannot_shrink(file.get()); });
   if (heaps.size() != static_cast<std::size_t>(layout.ranks) || !safe) {
     throw ClusterError("rank 0 cannot share the ranks' memory: its files are not what they must be");
