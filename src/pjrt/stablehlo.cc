@@ -17,13 +17,6 @@ constexpr std::array<const char*, kDTypes> kElementTypes{"f32", "f64", "f16", "b
 
 const char* element_type(DType dtype) { return kElementTypes[static_cast<std::size_t>(dtype)]; }
 
-template <class Words>
-std::string separated(const Words& words) {
-  std::string joined;
-  for (const auto& word : words) joined += text(joined.empty() ? "" : ", ", word);
-  return joined;
-}
-
 std::string hexadecimal(const unsigned char* bytes, std::size_t count, bool most_significant_first) {
   constexpr std::string_view kDigits = "0123456789ABCDEF";
   std::string digits = "0x";
@@ -82,20 +75,20 @@ std::string type_of(const Shape& shape) {
 std::string types_of(const std::vector<Value>& values) {
   std::vector<std::string> types;
   for (const auto& value : values) types.push_back(type_of(value.shape));
-  return separated(types);
+  return join(types);
 }
 
 std::string names_of(const std::vector<Value>& values) {
   std::vector<std::string> names;
   for (const auto& value : values) names.push_back(value.name);
-  return separated(names);
+  return join(names);
 }
 
 std::string array_of(std::span<const std::int64_t> numbers) {
-  return numbers.empty() ? "array<i64>" : text("array<i64: ", separated(numbers), ">");
+  return numbers.empty() ? "array<i64>" : text("array<i64: ", join(numbers), ">");
 }
 
-std::string numbers_of(std::span<const std::int64_t> numbers) { return text("[", separated(numbers), "]"); }
+std::string numbers_of(std::span<const std::int64_t> numbers) { return text("[", join(numbers), "]"); }
 
 std::string reducer(std::string_view operation, DType dtype) {
   const auto scalar = type_of({dtype, {}});
@@ -153,28 +146,23 @@ Value ProgramText::integer(std::int64_t number, const Shape& shape) {
 
 namespace {
 
-struct Range {
-  std::int64_t low, high;
-};
-Range range_of(DType dtype) {
-  const auto bits = 8 * size_of(dtype) - 1;
-  if (dtype == DType::uint8) return {0, 255};
-  const auto high = static_cast<std::int64_t>((std::uint64_t{1} << bits) - 1);
-  return {-high - 1, high};
+// The largest integer of the dtype.
+std::int64_t largest_of(DType dtype) {
+  const auto bits = 8 * size_of(dtype) - (dtype == DType::uint8 ? 0 : 1);
+  return static_cast<std::int64_t>((std::uint64_t{1} << bits) - 1);
 }
 
 }  // namespace
 
 Value ProgramText::lowest(const Shape& shape) {
+  if (is_floating(shape.dtype)) return constant(-std::numeric_limits<double>::infinity(), shape);
   if (shape.dtype == DType::boolean) return constant(0, shape);
-  return is_floating(shape.dtype) ? constant(-std::numeric_limits<double>::infinity(), shape)
-                                  : integer(range_of(shape.dtype).low, shape);
+  return integer(shape.dtype == DType::uint8 ? 0 : -largest_of(shape.dtype) - 1, shape);
 }
 
 Value ProgramText::highest(const Shape& shape) {
-  if (shape.dtype == DType::boolean) return constant(1, shape);
-  return is_floating(shape.dtype) ? constant(std::numeric_limits<double>::infinity(), shape)
-                                  : integer(range_of(shape.dtype).high, shape);
+  if (is_floating(shape.dtype)) return constant(std::numeric_limits<double>::infinity(), shape);
+  return shape.dtype == DType::boolean ? constant(1, shape) : integer(largest_of(shape.dtype), shape);
 }
 
 Value ProgramText::array(const void* data, const Shape& shape) {
@@ -358,7 +346,7 @@ std::string ProgramText::function(std::string_view name, const std::vector<Value
       if (from == static_cast<int>(i)) argument += text(" {tf.aliasing_output = ", to, " : i32}");
     arguments.push_back(argument);
   }
-  return text("func.func ", name, "(", separated(arguments), ") -> (", types_of(outputs), ") {\n", lines_, "  return ",
+  return text("func.func ", name, "(", join(arguments), ") -> (", types_of(outputs), ") {\n", lines_, "  return ",
               names_of(outputs), " : ", types_of(outputs), "\n}\n");
 }
 

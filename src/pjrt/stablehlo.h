@@ -66,6 +66,12 @@ class ProgramText {
   Value binary(std::string_view operation, const Value& a, const Value& b) {
     return elementwise(operation, {a, b}, a.shape.dtype);
   }
+  Value plus(const Value& a, const Value& b) { return binary("stablehlo.add", a, b); }
+  Value plus(const Value& a, double b) { return plus(a, constant(b, a.shape)); }
+  Value minus(const Value& a, const Value& b) { return binary("stablehlo.subtract", a, b); }
+  Value times(const Value& a, const Value& b) { return binary("stablehlo.multiply", a, b); }
+  Value times(const Value& a, double b) { return times(a, constant(b, a.shape)); }
+  Value over(const Value& a, const Value& b) { return binary("stablehlo.divide", a, b); }
   Value compare(std::string_view direction, const Value& a, const Value& b);  // "LT"
   Value select(const Value& condition, const Value& yes, const Value& no);
   Value convert(const Value& x, DType dtype);
@@ -101,15 +107,11 @@ class ProgramText {
   // The whole program. aliases: argument i becomes output j, whose memory it gives.
   std::string finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases, int replicas);
 
-  // Returns a program that makes the written step `steps.count` times, one after the other. Arguments that `stacked`
-  // names are [steps, ...], and so are outputs that are no aliases. An alias's output in one step is its argument in
-  // the next one. In file steps_text.cc.
-  struct Steps {
-    int count = 1;
-    std::vector<bool> stacked;  // [argument]
-  };
+  // Returns a program that makes the written step `steps` times, one after the other. Arguments that `stacked`,
+  // [argument], names are [steps, ...], and so are outputs that are no aliases. An alias's output in one step is its
+  // argument in the next one. In file steps_text.cc.
   std::string finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases, int replicas,
-                     const Steps& steps);
+                     int steps, const std::vector<bool>& stacked);
 
   const std::vector<Value>& arguments() const { return arguments_; }
 

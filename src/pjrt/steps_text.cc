@@ -23,15 +23,15 @@ std::string returned(const std::vector<Value>& values) {
 }
 
 std::string block(const std::vector<Value>& values) {
-  std::string list;
-  for (const auto& value : values) list += text(list.empty() ? "" : ", ", value.name, ": ", type_of(value.shape));
-  return text("  ^bb0(", list, "):\n");
+  std::vector<std::string> list;
+  for (const auto& value : values) list.push_back(text(value.name, ": ", type_of(value.shape)));
+  return text("  ^bb0(", join(list), "):\n");
 }
 
 }  // namespace
 
 std::string ProgramText::finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases,
-                                int replicas, const Steps& steps) {
+                                int replicas, int steps, const std::vector<bool>& is_stacked) {
   write_used(outputs);
   std::vector<int> argument_of(outputs.size(), -1);  // [output that is an alias]
   for (const auto& [from, to] : aliases) argument_of[static_cast<std::size_t>(to)] = from;
@@ -40,24 +40,24 @@ std::string ProgramText::finish(const std::vector<Value>& outputs, const std::ve
   ProgramText main;
   std::vector<Value> begin;
   for (std::size_t i = 0; i < arguments_.size(); ++i)
-    begin.push_back(main.argument(steps.stacked[i] ? stacked(arguments_[i].shape, steps.count) : arguments_[i].shape));
+    begin.push_back(main.argument(is_stacked[i] ? stacked(arguments_[i].shape, steps) : arguments_[i].shape));
   const Shape index{DType::int64, {}};
   begin.insert(begin.begin(), main.integer(0, index));
   for (std::size_t j = 0; j < outputs.size(); ++j)
-    if (argument_of[j] < 0) begin.push_back(main.constant(0, stacked(outputs[j].shape, steps.count)));
+    if (argument_of[j] < 0) begin.push_back(main.constant(0, stacked(outputs[j].shape, steps)));
 
   ProgramText test, body;
   body.next_ = test.next_ = main.next_;
   std::vector<Value> carried;
   for (std::size_t i = 0; i < begin.size(); ++i) carried.push_back({text("%carried", i), begin[i].shape});
 
-  const auto goes_on = test.compare("LT", carried[0], test.integer(steps.count, index));
+  const auto goes_on = test.compare("LT", carried[0], test.integer(steps, index));
 
   const auto zero = body.integer(0, index);
   std::vector<Value> arguments;
   for (std::size_t i = 0; i < arguments_.size(); ++i) {
     const auto& all = carried[i + 1];
-    if (!steps.stacked[i]) {
+    if (!is_stacked[i]) {
       arguments.push_back(all);
       continue;
     }

@@ -171,13 +171,12 @@ void dot(Call& call) {
 void add_to(Call& call, const Value& product) {
   auto& program = call.program();
   const auto scaled = [&](const Value& value, std::size_t factor) {
-    return call.real(factor) == 1 ? value
-                                  : program.binary("stablehlo.multiply", value, call.number(factor, value.shape));
+    return call.real(factor) == 1 ? value : program.times(value, call.number(factor, value.shape));
   };
   if (call.real(3) == 0) return call.returns({scaled(product, 4)});  // also where x is not a number
   const auto x = call.value(0);
   const auto summand_of_x = spread(call, scaled(x, 3), product.shape.sizes);
-  call.returns({program.binary("stablehlo.add", summand_of_x, scaled(product, 4))});
+  call.returns({program.plus(summand_of_x, scaled(product, 4))});
 }
 
 void addmm(Call& call) { add_to(call, product(call, 1, 1, 0)); }

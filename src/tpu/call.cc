@@ -41,7 +41,7 @@ Call::Call(Trace& trace, const c10::OperatorHandle& operation, torch::jit::Stack
 
 pjrt::ProgramText& Call::program() { return trace_.program_; }
 
-bool Call::is_for_cpu() const { return trace_.target_ == Trace::Target::cpu; }
+bool Call::is_for_cpu() const { return trace_.for_cpu_; }
 
 Value Call::random_words(std::int64_t count) { return trace_.random_words(count); }
 

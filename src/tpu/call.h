@@ -32,7 +32,7 @@ class Call {
 
   const std::string& name() const { return name_; }  // "aten::add.Tensor"
   pjrt::ProgramText& program();
-  bool is_for_cpu() const;  // Trace::Target::cpu
+  bool is_for_cpu() const;  // the program
 
   bool writes_several() const { return writes_several_; }
 

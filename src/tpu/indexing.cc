@@ -136,7 +136,7 @@ void index_add(Call& call) {
   auto& program = call.program();
   const auto x = call.value(0), index = call.value(2);
   auto source = program.convert(call.value(3), x.shape.dtype);
-  if (call.real(4) != 1) source = program.binary("stablehlo.multiply", source, call.number(4, source.shape));
+  if (call.real(4) != 1) source = program.times(source, call.number(4, source.shape));
   const auto dimension = call.dimension(call.integer(1), x.shape.sizes.size());
   auto others = all_dimensions(x.shape.sizes.size());
   others.erase(others.begin() + dimension);

@@ -95,8 +95,8 @@ void arithmetic_sequence(Call& call, double begin, double step, const Shape& sha
   const bool is_whole = !pjrt::is_floating(shape.dtype) && step == std::floor(step);
   const Shape exact{is_whole ? DType::int64 : DType::float32, shape.sizes};
   const Shape wide{shape.dtype == DType::float64 ? DType::float64 : exact.dtype, shape.sizes};
-  const auto scaled = program.binary("stablehlo.multiply", program.iota(wide, 0), program.constant(step, wide));
-  call.returns({program.convert(program.binary("stablehlo.add", scaled, program.constant(begin, wide)), shape.dtype)});
+  const auto scaled = program.times(program.iota(wide, 0), program.constant(step, wide));
+  call.returns({program.convert(program.plus(scaled, program.constant(begin, wide)), shape.dtype)});
 }
 
 void range(Call& call) {
@@ -120,7 +120,7 @@ Value on_side(Call& call, const Sizes& sizes, std::int64_t diagonal, bool lower)
   auto& program = call.program();
   const Shape places{DType::int64, sizes};
   const auto rank = static_cast<std::int64_t>(sizes.size());
-  const auto row = program.binary("stablehlo.add", program.iota(places, rank - 2), program.integer(diagonal, places));
+  const auto row = program.plus(program.iota(places, rank - 2), program.integer(diagonal, places));
   return program.compare(lower ? "LE" : "GE", program.iota(places, rank - 1), row);
 }
 

@@ -143,9 +143,9 @@ Value place_in_window(Call& call, const Pool& pool, std::int64_t columns, const 
   auto& program = call.program();
   const auto& shape = row.shape;
   const auto scaled = [&](const Value& value, std::int64_t by) {
-    return program.binary("stablehlo.multiply", value, program.integer(by, shape));
+    return program.times(value, program.integer(by, shape));
   };
-  const auto sum = [&](const Value& a, const Value& b) { return program.binary("stablehlo.add", a, b); };
+  const auto sum = [&](const Value& a, const Value& b) { return program.plus(a, b); };
   const auto window = [&](std::size_t dimension) { return program.iota(shape, static_cast<std::int64_t>(dimension)); };
   const auto rows = sum(scaled(window(row_dimension), pool.kernel[0]), row);
   return sum(scaled(rows, columns), sum(scaled(window(column_dimension), pool.kernel[1]), column));
@@ -255,12 +255,12 @@ void max_pool(Call& call) {
   const Shape places{DType::int64, padded.shape.sizes};
   const auto rank = static_cast<std::int64_t>(x.shape.sizes.size());
   const auto shifted = [&](std::int64_t dimension, std::int64_t by, std::int64_t times) {
-    const auto from_zero = program.binary("stablehlo.subtract", program.iota(places, dimension),
-                                          program.constant(static_cast<double>(by), places));
-    return program.binary("stablehlo.multiply", from_zero, program.constant(static_cast<double>(times), places));
+    const auto from_zero =
+        program.minus(program.iota(places, dimension), program.constant(static_cast<double>(by), places));
+    return program.times(from_zero, program.constant(static_cast<double>(times), places));
   };
-  const auto all_places = program.binary("stablehlo.add", shifted(rank - 2, slices.low[0], x.shape.sizes.back()),
-                                         shifted(rank - 1, slices.low[1], 1));
+  const auto all_places =
+      program.plus(shifted(rank - 2, slices.low[0], x.shape.sizes.back()), shifted(rank - 1, slices.low[1], 1));
   const auto either = [&](const Value& a, const Value& b) { return program.binary("stablehlo.or", a, b); };
   const bool has_padding = padded.shape.sizes != x.shape.sizes;
   const auto inside = padded_with(call, program.constant(1, {DType::boolean, x.shape.sizes}), slices, 0);
@@ -302,15 +302,15 @@ void max_pool_backward(Call& call) {
     // Where this element of a window lies in x.
     const auto along = [&](std::size_t i, std::int64_t offset, std::int64_t times) {
       const auto steps = program.iota(places.shape, rank - 2 + static_cast<std::int64_t>(i));
-      const auto scaled = program.binary("stablehlo.multiply", steps,
-                                         program.constant(static_cast<double>(pool.stride[i] * times), places.shape));
+      const auto scaled =
+          program.times(steps, program.constant(static_cast<double>(pool.stride[i] * times), places.shape));
       const auto begin = static_cast<double>((offset * pool.dilation[i] - slices.low[i]) * times);
-      return program.binary("stablehlo.add", scaled, program.constant(begin, places.shape));
+      return program.plus(scaled, program.constant(begin, places.shape));
     };
-    const auto here = program.binary("stablehlo.add", along(0, row, x.shape.sizes.back()), along(1, column, 1));
+    const auto here = program.plus(along(0, row, x.shape.sizes.back()), along(1, column, 1));
     const auto is_largest = program.compare("EQ", places, here);
     const auto share = program.select(is_largest, gradient, program.constant(0, gradient.shape));
-    sum = program.binary("stablehlo.add", sum, put_back(call, share, pool, slices, x.shape.sizes, row, column));
+    sum = program.plus(sum, put_back(call, share, pool, slices, x.shape.sizes, row, column));
   });
   call.returns({sum});
 }
@@ -349,9 +349,9 @@ void average_pool(Call& call) {
   std::optional<Value> sum;
   for_each_element(pool, [&](std::int64_t row, std::int64_t column) {
     const auto one = element(call, padded, pool, slices, row, column);
-    sum = sum ? program.binary("stablehlo.add", *sum, one) : one;
+    sum = sum ? program.plus(*sum, one) : one;
   });
-  call.returns({program.binary("stablehlo.divide", *sum, divisors(call, pool, slices, x.shape.sizes, 5, sum->shape))});
+  call.returns({program.over(*sum, divisors(call, pool, slices, x.shape.sizes, 5, sum->shape))});
 }
 
 void average_pool_backward(Call& call) {
@@ -359,11 +359,10 @@ void average_pool_backward(Call& call) {
   const auto gradient = call.value(0), x = call.value(1);
   const auto pool = average_pool_in(call, 2);
   const Slices slices(pool, x.shape.sizes);
-  const auto share =
-      program.binary("stablehlo.divide", gradient, divisors(call, pool, slices, x.shape.sizes, 6, gradient.shape));
+  const auto share = program.over(gradient, divisors(call, pool, slices, x.shape.sizes, 6, gradient.shape));
   auto sum = program.constant(0, x.shape);
   for_each_element(pool, [&](std::int64_t row, std::int64_t column) {
-    sum = program.binary("stablehlo.add", sum, put_back(call, share, pool, slices, x.shape.sizes, row, column));
+    sum = program.plus(sum, put_back(call, share, pool, slices, x.shape.sizes, row, column));
   });
   call.returns({sum});
 }

@@ -48,8 +48,8 @@ const char* operation_of(ReduceOp op) {
 
 }  // namespace
 
-TracedStep::TracedStep(int replicas, Trace::Target target, FindVariable find)
-    : trace_(target), replicas_(replicas), find_(std::move(find)), current_(*this), mode_([this](const auto& call) {
+TracedStep::TracedStep(int replicas, bool for_cpu, FindVariable find)
+    : trace_(for_cpu), replicas_(replicas), find_(std::move(find)), current_(*this), mode_([this](const auto& call) {
         return see(call);
       }) {}
 
@@ -121,7 +121,7 @@ std::string TracedStep::finish(const std::vector<at::Tensor>& results, int steps
   layout_.arguments = trace_.arguments();
   std::vector<bool> stacked(static_cast<std::size_t>(layout_.arguments), true);
   for (const auto& used : layout_.variables) stacked[static_cast<std::size_t>(used.argument)] = false;
-  return trace_.finish(outputs, aliases, replicas_, {steps, stacked});
+  return trace_.finish(outputs, aliases, replicas_, steps, stacked);
 }
 
 bool TracedStep::see(const ops::OperatorCall& call) {

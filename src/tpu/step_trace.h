@@ -41,7 +41,7 @@ using FindVariable = std::function<std::shared_ptr<Variable>(const at::Tensor& h
 // The ops::StepTrace. It lives while a step's function is called, in that thread.
 class TracedStep final : public ops::StepTrace {
  public:
-  TracedStep(int replicas, Trace::Target target, FindVariable find);
+  TracedStep(int replicas, bool for_cpu, FindVariable find);
   ~TracedStep() override;
   TracedStep(const TracedStep&) = delete;
   TracedStep& operator=(const TracedStep&) = delete;

@@ -183,7 +183,7 @@ at::Device device() { return {kType, 0}; }
 
 std::int64_t number_of_trace() { return traces; }
 
-Trace::Trace(Target target) : target_(target) {
+Trace::Trace(bool for_cpu) : for_cpu_(for_cpu) {
   register_device();
   const auto here = std::this_thread::get_id();
   std::thread::id none;
@@ -252,11 +252,11 @@ bool Trace::is_argument(const at::Tensor& tensor, int number) const {
 }
 
 std::string Trace::finish(at::TensorList outputs, const std::vector<std::pair<int, int>>& aliases, int replicas,
-                          const pjrt::ProgramText::Steps& steps) {
+                          int steps, const std::vector<bool>& stacked) {
   std::vector<Value> values;
   for (const auto& output : outputs) values.push_back(value_of(output));
-  return steps.count == 1 ? program_.finish(values, aliases, replicas)
-                          : program_.finish(values, aliases, replicas, steps);
+  return steps == 1 ? program_.finish(values, aliases, replicas)
+                    : program_.finish(values, aliases, replicas, steps, stacked);
 }
 
 const Lowerings& lowerings() {
