@@ -1,7 +1,6 @@
 // Who takes part in a generation of a job, and which ranks make up whole rows of a mesh.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 

@@ -7,7 +7,6 @@
 #include <sstream>
 
 #include "base/log.h"
-#include "base/mutex.h"
 #include "base/text.h"
 #include "cluster/rendezvous.h"
 #include "elastic/members.h"
@@ -40,23 +39,6 @@ std::string new_name() {
   return text(name_of_newcomer(launchers_rank(), launchers_restart()), std::hex, random(), random());
 }
 
-// A newcomer's entry: a line for each member, but for the last, which may have several.
-struct Entry {
-  Process newcomer;
-  std::int64_t training = 0;
-  std::string description;
-
-  std::string print() const { return text(elastic::print(newcomer), "\n", training, "\n", description); }
-};
-Entry entry_in(const std::string& printed) {
-  std::istringstream in(printed);
-  std::string process, training;
-  std::getline(in, process);
-  std::getline(in, training);
-  const auto number = whole_number(training);
-  if (!number) throw InvalidArgument("an entry of a newcomer that cannot be read (another version?)");
-  return {parse_process(process), *number, printed.substr(process.size() + training.size() + 2)};
-}
 std::string key_of_end_of(std::int64_t training) { return text("end of training ", training); }
 
 Deadline here_deadline() { return Deadline::after(std::chrono::seconds(5)); }
@@ -158,7 +140,7 @@ Candidate::Candidate(std::shared_ptr<cluster::ConnectedStores> stores, const Wor
       self_(self),
       training_(training),
       process_{.name = new_name(), .host = self.host, .store = stores_->here().address(), .part = part},
-      entry_(Entry{process_, training, description}.print()),
+      entry_(text(print(process_), "\n", training, "\n", description)),
       presence_(cluster::show_presence(stores_->here(), process_.name)),
       liveness_(stores_) {
   const auto found = latest_members(*stores_, self_);
@@ -258,9 +240,17 @@ void Watch::watch(const std::stop_token& stop) {
   }
 }
 
-// Adds the newcomer of an entry. Called with the same entry again after an exception.
-void Watch::add(const std::string& printed) {
-  const auto [newcomer, training, description] = entry_in(printed);
+// Adds the newcomer of an entry, of which the first two lines are the process and the training. Called with the same
+// entry again after an exception.
+void Watch::add(const std::string& entry) {
+  std::istringstream in(entry);
+  std::string process, number;
+  std::getline(in, process);
+  std::getline(in, number);
+  const auto training = whole_number(number);
+  if (!training) throw InvalidArgument("an entry of a newcomer that cannot be read (another version?)");
+  const auto newcomer = parse_process(process);
+  const auto description = entry.substr(process.size() + number.size() + 2);
   // A newcomer to an earlier training will find its end; one to a later training has found the end of this one.
   if (training != training_ || was_answered(newcomer)) return;
   if (description != description_) {

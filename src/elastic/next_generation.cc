@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <sstream>
 
 #include "base/text.h"
-#include "elastic/members.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::elastic {

@@ -6,8 +6,6 @@
 
 namespace lockstep::kernels {
 
-// Pooling of images, forward and backward, on plain arrays of float.
-
 // A window that moves over an image. Positions of the window are numbered row by row, size_h * size_w <= 256; each
 // output's window holds at least one element of the image.
 struct Pooling {

@@ -7,10 +7,8 @@
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "kernels/combine.h"
 #include "kernels/reduce.h"

@@ -4,7 +4,6 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "pjrt/client.h"
 
 namespace lockstep::pjrt {
 namespace {

@@ -5,10 +5,8 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstdlib>
 #include <map>
-#include <memory>
 #include <utility>
 
 #include "base/mutex.h"

@@ -9,9 +9,6 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
-#include "pjrt/executable.h"
-#include "tpu/step_trace.h"
-#include "tpu/variable.h"
 
 namespace lockstep::tpu {
 namespace {

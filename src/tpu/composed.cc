@@ -5,10 +5,8 @@
 
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include "base/text.h"
-#include "tpu/call.h"
 
 namespace lockstep::tpu {
 

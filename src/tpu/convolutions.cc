@@ -2,13 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <functional>
 #include <numeric>
 #include <tuple>
 
 #include "base/text.h"
-#include "lockstep/base/error.h"
-#include "tpu/call.h"
 
 namespace lockstep::tpu {
 

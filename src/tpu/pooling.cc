@@ -1,6 +1,5 @@
 // Pooling. A window's elements are as many slices of x, between which the largest is taken: its first one where several
 // are equal, as LibTorch does.
-#include <cmath>
 #include <functional>
 #include <limits>
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <utility>
 
 #include "base/hash.h"
 #include "base/text.h"

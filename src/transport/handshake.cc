@@ -5,7 +5,6 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -25,15 +24,9 @@ constexpr const char* kNoProof =
     "where that is not set), or another process relays a connection to a loopback address from another host or network "
     "namespace";
 
-// Each kind of proof has a label of its own, so that no proof can stand for another.
-enum class Label : char {
-  opening = 'o',
-  connects = 'c',
-  accepts = 'a',
-  key_of_connects = 'C',
-  key_of_accepts = 'A',
-  number = 'n'
-};
+// Each kind of proof begins with a letter of its own, so that no proof can stand for another.
+constexpr char kOpening = 'o', kConnects = 'c', kAccepts = 'a', kNumber = 'n';
+constexpr char kKeyOfConnects = 'C', kKeyOfAccepts = 'A';
 
 // The connecting end sends this after its greeting.
 struct Opening {
@@ -52,19 +45,19 @@ std::string_view bytes_of(const T& value) {
 }
 
 // The proof of these bytes, one part after the other, under the job's token.
-Proof authenticate(const Access& access, Label label, std::initializer_list<std::string_view> parts) {
+Proof authenticate(const Access& access, char letter, std::initializer_list<std::string_view> parts) {
   crypto_auth_hmacsha256_state state;
   crypto_auth_hmacsha256_init(&state, raw(access.token), access.token.size());
-  crypto_auth_hmacsha256_update(&state, raw(bytes_of(label)), sizeof label);
+  crypto_auth_hmacsha256_update(&state, raw(bytes_of(letter)), sizeof letter);
   for (const auto part : parts) crypto_auth_hmacsha256_update(&state, raw(part), part.size());
   Proof proof;
   crypto_auth_hmacsha256_final(&state, proof.data());
   return proof;
 }
 
-Proof authenticate(const Access& access, Label label, const Handshake& handshake) {
+Proof authenticate(const Access& access, char letter, const Handshake& handshake) {
   const auto& [connects, dialled, accepts] = handshake;
-  return authenticate(access, label, {bytes_of(connects), bytes_of(dialled), bytes_of(accepts)});
+  return authenticate(access, letter, {bytes_of(connects), bytes_of(dialled), bytes_of(accepts)});
 }
 
 // Reads what has arrived for the value and does not wait; true once the value is whole. `arrived`: its bytes so far.
@@ -131,20 +124,20 @@ bool is_bound(const SocketAddress& dialled, const SocketAddress& accepted, Bound
 Proof prove_opening(const Access& access, const Greeting& connects, const SocketAddress& dialled) {
   // Every host has loopback addresses. Without a token they prove nothing.
   const auto network = !access.token.empty() && is_loopback(dialled) ? this_network() : "";
-  return authenticate(access, Label::opening, {bytes_of(connects), bytes_of(dialled), network});
+  return authenticate(access, kOpening, {bytes_of(connects), bytes_of(dialled), network});
 }
 
 Proof prove(const Access& access, End end, const Handshake& handshake) {
-  return authenticate(access, end == End::connects ? Label::connects : Label::accepts, handshake);
+  return authenticate(access, end == End::connects ? kConnects : kAccepts, handshake);
 }
 
 SessionKeys session_keys(const Access& access, const Handshake& handshake) {
-  return {.connects = authenticate(access, Label::key_of_connects, handshake),
-          .accepts = authenticate(access, Label::key_of_accepts, handshake)};
+  return {.connects = authenticate(access, kKeyOfConnects, handshake),
+          .accepts = authenticate(access, kKeyOfAccepts, handshake)};
 }
 
 std::uint64_t secret_number(const Access& access, const std::string& name) {
-  const auto bytes = authenticate(access, Label::number, {name});
+  const auto bytes = authenticate(access, kNumber, {name});
   std::uint64_t number = 0;
   std::memcpy(&number, bytes.data(), sizeof number);
   return number;
@@ -214,62 +207,40 @@ Connection connect_proved(const std::string& address, const Access& access, cons
   }
 }
 
-namespace {
-
-// One of several addresses that are asked at once.
-class Candidate {
- public:
-  explicit Candidate(const std::string& address) : socket_(begin_to_connect(address)) {}
-
-  bool open() const { return socket_.open(); }
-  bool silent() const { return open() && end_ != nullptr; }
-  pollfd events() const { return {socket_.get(), static_cast<short>(end_ ? POLLIN : POLLOUT), 0}; }
-
-  // Called after an event: true once the other end has proved. Throws ClusterError saying what is wrong.
-  bool advance(const Access& access, const Greeting& who) {
-    if (end_) return end_->advance();
-    if (error_of(socket_) == 0) {
-      end_ = std::make_unique<ConnectingEnd>(socket_, access, who);
-    } else {
-      close();  // nobody answers there
-    }
-    return false;
-  }
-  void close() {
-    end_ = nullptr;
-    socket_ = {};
-  }
-
- private:
-  FileDescriptor socket_;
-  std::unique_ptr<ConnectingEnd> end_;  // null while the connection is being made
-};
-
-}  // namespace
-
 std::optional<std::size_t> first_that_proves(std::span<const std::string> addresses, const Access& access,
                                              const Greeting& who, Deadline deadline, std::string& problem) {
-  std::vector<std::unique_ptr<Candidate>> candidates;
-  for (const auto& address : addresses) candidates.push_back(std::make_unique<Candidate>(address));
+  std::vector<FileDescriptor> sockets;
+  std::vector<std::unique_ptr<ConnectingEnd>> ends(addresses.size());  // null while the connection is being made
+  for (const auto& address : addresses) sockets.push_back(begin_to_connect(address));
   const auto note = [&](std::size_t i, const std::string& what) { problem = text(addresses[i], ": ", what); };
-  const auto open = [](const auto& candidate) { return candidate->open(); };
-  while (std::any_of(candidates.begin(), candidates.end(), open)) {
+  const auto advance = [&](std::size_t i) {
+    if (ends[i]) return ends[i]->advance();
+    if (error_of(sockets[i]) == 0) {
+      ends[i] = std::make_unique<ConnectingEnd>(sockets[i], access, who);
+    } else {
+      sockets[i] = {};  // nobody answers there
+    }
+    return false;
+  };
+  const auto open = [](const auto& socket) { return socket.open(); };
+  while (std::any_of(sockets.begin(), sockets.end(), open)) {
     std::vector<pollfd> polls;
-    for (const auto& candidate : candidates) polls.push_back(candidate->events());
+    for (std::size_t i = 0; i < sockets.size(); ++i)
+      polls.push_back({sockets[i].get(), static_cast<short>(ends[i] ? POLLIN : POLLOUT), 0});
     poll(polls.data(), polls.size(), milliseconds_to(deadline));
     for (std::size_t i = 0; i < polls.size(); ++i) {
       try {
-        if (polls[i].revents != 0 && candidates[i]->advance(access, who)) return i;
+        if (polls[i].revents != 0 && advance(i)) return i;
       } catch (const ClusterError& error) {
         note(i, error.what());
-        candidates[i]->close();
+        ends[i] = nullptr;
+        sockets[i] = {};
       }
     }
-    if (!deadline.passed()) continue;
-    for (std::size_t i = 0; i < polls.size(); ++i) {
-      if (candidates[i]->silent()) note(i, "who answers there is silent");
-    }
-    return std::nullopt;
+    if (deadline.passed()) break;
+  }
+  for (std::size_t i = 0; i < ends.size(); ++i) {
+    if (ends[i]) note(i, "who answers there is silent");
   }
   return std::nullopt;
 }

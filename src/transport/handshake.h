@@ -19,8 +19,6 @@
 
 namespace lockstep::transport {
 
-// The handshake by which the two ends of a connection learn who the other is, and that it belongs to the job.
-//
 //   the end that connects            the end that accepts
 //   Greeting, dialled, opening   ->
 //                                <-  Greeting, Proof

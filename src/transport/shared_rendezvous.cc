@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 #include <cstring>
 #include <thread>
 
@@ -35,17 +34,14 @@ struct Hello {
   bool same_protocol(const Hello& other) const { return magic == other.magic && version == other.version; }
 };
 
-struct NamedAddress {
-  explicit NamedAddress(const std::string& name) {
-    address.sun_family = AF_UNIX;
-    std::memcpy(address.sun_path + 1, name.data(), name.size());  // a first byte of zero: not in any folder
-    length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  }
-  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
-
+// Calls bind or connect with the address of that name, which is in no folder: its first byte is zero.
+int call_with_name(decltype(&connect) call, const FileDescriptor& socket, const std::string& name) {
   sockaddr_un address{};
-  socklen_t length = 0;
-};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return call(socket.get(), reinterpret_cast<const sockaddr*>(&address), length);
+}
 
 FileDescriptor unix_socket() {
   FileDescriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -155,8 +151,7 @@ class Host {
         memory_(SharedSpace::make_memfd(layout)),
         listener_(unix_socket()),
         name_("lockstep-" + random_name()) {
-    const NamedAddress address(name_);
-    if (bind(listener_.get(), address.get(), address.length) != 0 || listen(listener_.get(), SOMAXCONN) != 0) {
+    if (call_with_name(&bind, listener_, name_) != 0 || listen(listener_.get(), SOMAXCONN) != 0) {
       throw ClusterError(text("cannot listen at a Unix socket: ", std::strerror(errno)));
     }
   }
@@ -236,9 +231,9 @@ SharedRendezvous rendezvous_in_shared_memory(int rank, const SpaceLayout& layout
     auto [pidfds, heaps] = host.welcome(deadline);
     return {member(std::make_shared<SharedSpace>(layout, host.memory().get()), std::move(pidfds)), std::move(heaps)};
   }
-  const NamedAddress address(all_gather("")[0]);
+  const auto name = all_gather("")[0];
   const auto socket = unix_socket();
-  while (connect(socket.get(), address.get(), address.length) != 0) {
+  while (call_with_name(&connect, socket, name) != 0) {
     if (errno != EAGAIN && errno != EINTR) {
       throw ClusterError(text("rank 0 cannot be reached over a Unix socket (", std::strerror(errno),
                               "): do these ranks really share a host?"));

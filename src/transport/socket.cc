@@ -21,7 +21,6 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "lockstep/base/error.h"
 
 namespace lockstep::transport {
 namespace {
