@@ -3,7 +3,6 @@
 #include <limits>
 
 #include "base/text.h"
-#include "ops/tensors.h"
 #include "tpu/call.h"
 #include "tpu/composed.h"
 #include "tpu/trace.h"
@@ -91,13 +90,7 @@ Lowering truth(bool any, bool has_dimensions) {
 
 void product(Call& call, bool of_dimension) {
   auto& program = call.program();
-  auto x = call.value(0);
-  const std::size_t dtype_place = of_dimension ? 3 : 1;
-  if (call.has(dtype_place)) {
-    x = program.convert(x, ops::dtype_of(call.dtype(dtype_place)));
-  } else if (!pjrt::is_floating(x.shape.dtype)) {
-    x = program.convert(x, DType::int64);
-  }
+  auto x = summand(call, of_dimension ? 3 : 1);
   const auto rank = x.shape.sizes.size();
   const auto dimensions =
       of_dimension ? Sizes{call.dimension(call.integer(1), std::max<std::size_t>(rank, 1))} : all_dimensions(rank);

@@ -5,7 +5,6 @@
 #include <cmath>
 
 #include "base/text.h"
-#include "ops/tensors.h"
 #include "tpu/call.h"
 
 namespace lockstep::tpu {
@@ -71,12 +70,7 @@ void top_k(Call& call) {
 // Takes a step for each power of two below the size: each adds the elements 1, 2, 4, ... places before.
 void cumulate(Call& call, std::string_view operation, double neutral) {
   auto& program = call.program();
-  auto x = call.value(0);
-  if (call.has(2)) {
-    x = program.convert(x, ops::dtype_of(call.dtype(2)));
-  } else if (!pjrt::is_floating(x.shape.dtype)) {
-    x = program.convert(x, DType::int64);
-  }
+  auto x = summand(call, 2);
   const auto rank = x.shape.sizes.size();
   if (rank == 0) return call.returns({x});
   const auto dimension = static_cast<std::size_t>(dimension_of(call, 1, x));
@@ -102,17 +96,16 @@ void arithmetic_sequence(Call& call, double begin, double step, const Shape& sha
 void range(Call& call) {
   const auto begin = call.scalar(0), end = call.scalar(1), step = call.scalar(2);
   const bool whole = begin.isIntegral(false) && end.isIntegral(false) && step.isIntegral(false);
-  const auto type = call.has(3) ? call.dtype(3) : whole ? at::kLong : at::kFloat;
+  const auto dtype = call.dtype(3, whole ? DType::int64 : DType::float32);
   const double count = std::ceil((end.toDouble() - begin.toDouble()) / step.toDouble());
-  arithmetic_sequence(call, begin.toDouble(), step.toDouble(),
-                      {ops::dtype_of(type), {static_cast<std::int64_t>(count)}});
+  arithmetic_sequence(call, begin.toDouble(), step.toDouble(), {dtype, {static_cast<std::int64_t>(count)}});
 }
 
 void linear_sequence(Call& call) {
   const double begin = call.real(0), end = call.real(1);
   const auto count = call.integer(2);
   arithmetic_sequence(call, begin, count > 1 ? (end - begin) / static_cast<double>(count - 1) : 0,
-                      {ops::dtype_of(call.has(3) ? call.dtype(3) : at::kFloat), {count}});
+                      {call.dtype(3, DType::float32), {count}});
 }
 
 // True where an element's column is at most (at least) the number of its row plus the diagonal's.
@@ -134,7 +127,7 @@ void identity(Call& call, const Sizes& sizes, std::size_t dtype) {
   auto& program = call.program();
   const Shape places{DType::int64, sizes};
   const auto diagonal = program.compare("EQ", program.iota(places, 0), program.iota(places, 1));
-  call.returns({program.convert(diagonal, ops::dtype_of(call.has(dtype) ? call.dtype(dtype) : at::kFloat))});
+  call.returns({program.convert(diagonal, call.dtype(dtype, DType::float32))});
 }
 
 void flip(Call& call) {

@@ -14,9 +14,7 @@ namespace {
 using pjrt::is_floating;
 
 // The dtype of functions such as exp: for integers, LibTorch's default dtype.
-DType floating(DType dtype) {
-  return is_floating(dtype) ? dtype : ops::dtype_of(at::typeMetaToScalarType(at::get_default_dtype()));
-}
+DType floating(DType dtype) { return is_floating(dtype) ? dtype : default_dtype(); }
 
 Sizes common_sizes(const Call& call, const std::vector<Value>& values) {
   Sizes sizes;

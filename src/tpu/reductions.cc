@@ -42,13 +42,7 @@ Value precise(Call& call, const Value& x) {
 // x with the dtype that the argument in place `dtype` names.
 Value with_dtype(Call& call, std::size_t dtype) {
   const auto x = call.value(0);
-  return call.has(dtype) ? call.program().convert(x, ops::dtype_of(call.dtype(dtype))) : x;
-}
-
-// Sums of integers are int64.
-Value summand(Call& call, std::size_t dtype) {
-  const auto x = with_dtype(call, dtype);
-  return pjrt::is_floating(x.shape.dtype) || call.has(dtype) ? x : call.program().convert(x, DType::int64);
+  return call.program().convert(x, call.dtype(dtype, x.shape.dtype));
 }
 
 // `place`: of the dimensions, after which come `keep` and the dtype; without it all dimensions are summed.
@@ -243,6 +237,11 @@ Sizes dimensions_in(Call& call, std::size_t i, std::size_t rank) {
   if (dimensions.empty() || rank == 0) return all_dimensions(rank);
   for (auto& dimension : dimensions) dimension = call.dimension(dimension, rank);
   return dimensions;
+}
+
+Value summand(Call& call, std::size_t dtype) {
+  const auto x = with_dtype(call, dtype);
+  return pjrt::is_floating(x.shape.dtype) || call.has(dtype) ? x : call.program().convert(x, DType::int64);
 }
 
 Value sum_over(Call& call, const Value& x, const Sizes& dimensions) {

@@ -180,7 +180,7 @@ void to_copy(Call& call) {
   if (call.has(3) && call.argument(3).toDevice().type() != device().type())
     call.refuse("what is computed while a step is traced has no value yet; make it an output of the program");
   const auto x = call.array(0);
-  call.returns_wrapped(call.has(1) ? call.program().convert(x, ops::dtype_of(call.dtype(1))) : x);
+  call.returns_wrapped(call.program().convert(x, call.dtype(1, x.shape.dtype)));
 }
 
 // Returns the tensor that is copied into `x`, with x's dtype and sizes.
@@ -190,32 +190,21 @@ void copy(Call& call) {
   call.returns({spread(call, from, x.shape.sizes)});
 }
 
-// A new tensor of the sizes in place 0 and the dtype in place `dtype`.
+// New tensors of one number, of the sizes in place 0, of those of x, or of those in place 1 beside x. The argument in
+// place `dtype` may name the dtype.
 Lowering filled(double with, std::size_t dtype) {
   return [=](Call& call) {
-    const auto type = call.has(dtype) ? call.dtype(dtype) : at::typeMetaToScalarType(at::get_default_dtype());
-    call.returns({call.program().constant(with, {ops::dtype_of(type), call.integers(0)})});
+    call.returns({call.program().constant(with, {call.dtype(dtype, default_dtype()), call.integers(0)})});
   };
 }
 
 Lowering filled_like(double with) {
   return [with](Call& call) {
-    auto shape = call.value(0).shape;
-    if (call.has(1)) shape.dtype = ops::dtype_of(call.dtype(1));
-    call.returns({call.program().constant(with, shape)});
+    const auto [of_x, sizes] = call.value(0).shape;
+    call.returns({call.program().constant(with, {call.dtype(1, of_x), sizes})});
   };
 }
 
-void full(Call& call) {
-  const auto number = call.scalar(1);
-  const auto natural = number.isBoolean()         ? at::kBool
-                       : number.isIntegral(false) ? at::kLong
-                                                  : at::typeMetaToScalarType(at::get_default_dtype());
-  const auto type = call.has(2) ? call.dtype(2) : natural;
-  call.returns({call.number(1, {ops::dtype_of(type), call.integers(0)})});
-}
-
-// A new tensor of the sizes in place 1, and of x's dtype where the argument names none.
 Lowering filled_as(double with, std::size_t dtype) {
   return [=](Call& call) {
     const auto type = call.has(dtype) ? ops::dtype_of(call.dtype(dtype)) : call.value(0).shape.dtype;
@@ -223,22 +212,23 @@ Lowering filled_as(double with, std::size_t dtype) {
   };
 }
 
+void full(Call& call) {
+  const auto number = call.scalar(1);
+  const auto natural = number.isBoolean() ? DType::boolean : number.isIntegral(false) ? DType::int64 : default_dtype();
+  call.returns({call.number(1, {call.dtype(2, natural), call.integers(0)})});
+}
+
+void full_like(Call& call) {
+  const auto [of_x, sizes] = call.value(0).shape;
+  call.returns({call.number(1, {call.dtype(2, of_x), sizes})});
+}
+
 void new_full(Call& call) {
   const auto type = call.has(3) ? ops::dtype_of(call.dtype(3)) : call.value(0).shape.dtype;
   call.returns({call.number(2, {type, call.integers(1)})});
 }
 
-void scalar(Call& call) {
-  const auto type = call.has(1) ? call.dtype(1) : at::typeMetaToScalarType(at::get_default_dtype());
-  call.returns({call.number(0, {ops::dtype_of(type), {}})});
-}
-
-void full_like(Call& call) {
-  auto shape = call.value(0).shape;
-  if (call.has(2)) shape.dtype = ops::dtype_of(call.dtype(2));
-  call.returns({call.number(1, shape)});
-}
-
+void scalar(Call& call) { call.returns({call.number(0, {call.dtype(1, default_dtype()), {}})}); }
 void fill(Call& call) { call.returns({call.number(1, call.value(0).shape)}); }
 void zero(Call& call) { call.returns({call.program().constant(0, call.value(0).shape)}); }
 
