@@ -91,40 +91,52 @@ std::string array_of(std::span<const std::int64_t> numbers) {
 std::string numbers_of(std::span<const std::int64_t> numbers) { return text("[", join(numbers), "]"); }
 
 std::string reducer(std::string_view operation, DType dtype) {
-  const auto scalar = type_of({dtype, {}});
-  return text("({\n  ^bb0(%left: ", scalar, ", %right: ", scalar, "):\n    %both = \"", operation,
-              "\"(%left, %right) : (", scalar, ", ", scalar, ") -> ", scalar, "\n    \"stablehlo.return\"(%both) : (",
-              scalar, ") -> ()\n  }) ");
+  const Shape scalar{dtype, {}};
+  return ProgramText::region({scalar, scalar}, [&](ProgramText& inside, const std::vector<Value>& both) {
+    return std::vector<Value>{inside.binary(operation, both[0], both[1])};
+  });
+}
+
+std::string ProgramText::region(const std::vector<Shape>& arguments, const Body& body) {
+  ProgramText inside;
+  inside.prefix_ = "%inside";  // names of the operation's own program are not given again
+  std::vector<std::string> block;
+  for (const auto& shape : arguments) block.push_back(text(inside.argument(shape).name, ": ", type_of(shape)));
+  const auto results = body(inside, inside.arguments_);
+  inside.write_used(results);
+  return text("{\n  ^bb0(", join(block), "):\n", inside.lines_, "    \"stablehlo.return\"(", names_of(results), ") : (",
+              types_of(results), ") -> ()\n  }");
 }
 
 Value ProgramText::argument(const Shape& shape) {
-  arguments_.push_back({text("%arg", arguments_.size()), shape});
+  arguments_.push_back({text(prefix_, "arg", arguments_.size()), shape});
   return arguments_.back();
 }
 
 std::vector<Value> ProgramText::add(std::string_view operation, const std::vector<Value>& operands,
                                     const std::vector<Shape>& results, const std::string& attributes,
-                                    const std::string& region) {
+                                    const std::string& regions) {
   const auto name = fresh();
   std::vector<Value> values;
   for (std::size_t i = 0; i < results.size(); ++i)
     values.push_back({results.size() == 1 ? name : text(name, "#", i), results[i]});
-  write(name, values, operation, operands, attributes, region);
+  write(name, values, operation, operands, attributes, regions);
   return values;
 }
 
 void ProgramText::write(const std::string& name, const std::vector<Value>& results, std::string_view operation,
-                        const std::vector<Value>& operands, const std::string& attributes, const std::string& region) {
+                        const std::vector<Value>& operands, const std::string& attributes, const std::string& regions) {
   write_used(operands);
   const bool is_one = results.size() == 1;
-  lines_ += text("  ", name, is_one ? "" : text(":", results.size()), " = \"", operation, "\"(", names_of(operands),
-                 ") ", region, attributes.empty() ? "" : text("{", attributes, "} "), ": (", types_of(operands),
-                 ") -> ", is_one ? "" : "(", types_of(results), is_one ? "" : ")", "\n");
+  lines_ +=
+      text("  ", name, is_one ? "" : text(":", results.size()), " = \"", operation, "\"(", names_of(operands), ") ",
+           regions.empty() ? "" : text("(", regions, ") "), attributes.empty() ? "" : text("{", attributes, "} "),
+           ": (", types_of(operands), ") -> ", is_one ? "" : "(", types_of(results), is_one ? "" : ")", "\n");
 }
 
 Value ProgramText::add(std::string_view operation, const std::vector<Value>& operands, const Shape& result,
-                       const std::string& attributes, const std::string& region) {
-  return add(operation, operands, std::vector<Shape>{result}, attributes, region)[0];
+                       const std::string& attributes, const std::string& regions) {
+  return add(operation, operands, std::vector<Shape>{result}, attributes, regions)[0];
 }
 
 Value ProgramText::constant(double number, const Shape& shape) {

@@ -70,6 +70,7 @@ class Call {
 
   void returns(std::vector<Value> results);
   void returns(const std::vector<at::Tensor>& results);  // of other operators; undefined ones too
+  void returns(const at::Tensor& result) { returns(std::vector<at::Tensor>{result}); }
   // Wraps the result for programs, also where functionalization calls.
   void returns_wrapped(Value result);
   void returns_none(std::size_t i);  // result i is undefined; the others are given

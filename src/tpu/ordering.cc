@@ -10,30 +10,19 @@
 namespace lockstep::tpu {
 namespace {
 
-// True where %a comes before %b, both of `dtype`. NaN is the largest number, as in LibTorch.
+// True where the first of two elements of `dtype` comes before the second. NaN is the largest number, as in LibTorch.
 std::string comparison(DType dtype, bool descending) {
-  const auto scalar = pjrt::type_of({dtype, {}}), index = pjrt::type_of({DType::int64, {}}),
-             flag = pjrt::type_of({DType::boolean, {}});
-  const auto compare = [&](const char* name, const char* a, const char* b, const char* direction) {
-    return text("    ", name, " = \"stablehlo.compare\"(", a, ", ", b,
-                ") {comparison_direction = #stablehlo<comparison_direction ", direction, ">} : (", scalar, ", ", scalar,
-                ") -> ", flag, "\n");
+  const Shape scalar{dtype, {}}, index{DType::int64, {}};
+  const auto compare = [&](pjrt::ProgramText& inside, const std::vector<Value>& arguments) {
+    const auto &first = arguments[descending ? 1 : 0], &second = arguments[descending ? 0 : 1];
+    const auto less = inside.compare("LT", first, second);
+    if (!pjrt::is_floating(dtype)) return std::vector<Value>{less};
+    const auto second_is_nan = inside.compare("NE", second, second),
+               first_is_number = inside.compare("EQ", first, first);
+    const auto only_second = inside.binary("stablehlo.and", second_is_nan, first_is_number);
+    return std::vector<Value>{inside.binary("stablehlo.or", less, only_second)};
   };
-  const auto both = [&](const char* name, const char* operation, const char* a, const char* b) {
-    return text("    ", name, " = \"stablehlo.", operation, "\"(", a, ", ", b, ") : (", flag, ", ", flag, ") -> ", flag,
-                "\n");
-  };
-  const char *first = descending ? "%b" : "%a", *second = descending ? "%a" : "%b";
-  auto body = compare("%less", first, second, "LT");
-  std::string result = "%less";
-  if (pjrt::is_floating(dtype)) {  // or the second is NaN, and the first is not
-    body += compare("%second_is_nan", second, second, "NE") + compare("%first_is_number", first, first, "EQ") +
-            both("%only_second", "and", "%second_is_nan", "%first_is_number") +
-            both("%before", "or", "%less", "%only_second");
-    result = "%before";
-  }
-  return text("({\n  ^bb0(%a: ", scalar, ", %b: ", scalar, ", %i: ", index, ", %j: ", index, "):\n", body,
-              "    \"stablehlo.return\"(", result, ") : (", flag, ") -> ()\n  }) ");
+  return pjrt::ProgramText::region({scalar, scalar, index, index}, compare);
 }
 
 // The elements in order along a dimension, and where they were. Equal ones stay in their order.

@@ -221,16 +221,15 @@ Value max_of_windows(Call& call, const Value& x, const Pool& pool) {
 
 // The first of several largest elements gets the gradient.
 Value gradient_of_windows(Call& call, const Value& gradient, const Value& x, const Pool& pool) {
-  const auto scalar = pjrt::type_of({x.shape.dtype, {}}), flag = pjrt::type_of({DType::boolean, {}});
-  const auto select =
-      text("({\n  ^bb0(%a: ", scalar, ", %b: ", scalar, "):\n    %stays = \"stablehlo.compare\"(%a, %b) ",
-           "{comparison_direction = #stablehlo<comparison_direction GE>} : (", scalar, ", ", scalar, ") -> ", flag,
-           "\n    \"stablehlo.return\"(%stays) : (", flag, ") -> ()\n  }, ");
-  auto add = pjrt::reducer("stablehlo.add", x.shape.dtype);
-  add.erase(add.begin());  // the parenthesis: both regions stand in one
+  const Shape scalar{x.shape.dtype, {}};
+  const auto stays =
+      pjrt::ProgramText::region({scalar, scalar}, [](pjrt::ProgramText& inside, const std::vector<Value>& both) {
+        return std::vector<Value>{inside.compare("GE", both[0], both[1])};
+      });
   auto& program = call.program();
-  return program.add("stablehlo.select_and_scatter", {x, gradient, program.constant(0, {x.shape.dtype, {}})}, x.shape,
-                     window_of(pool, x.shape.sizes.size()), select + add);
+  return program.add("stablehlo.select_and_scatter", {x, gradient, program.constant(0, scalar)}, x.shape,
+                     window_of(pool, x.shape.sizes.size()),
+                     text(stays, ", ", pjrt::reducer("stablehlo.add", x.shape.dtype)));
 }
 
 // Also returns where the largest elements are: row * columns + column of x.

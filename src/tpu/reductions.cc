@@ -81,35 +81,22 @@ Lowering extremum(const char* operation, Begin begin) {
 // The largest (GT) or smallest (LT) element along a dimension and its first index.
 std::pair<Value, Value> extremum_at(Call& call, const Value& x, std::int64_t dimension, const char* direction) {
   auto& program = call.program();
-  const Shape index{DType::int64, {}}, scalar{x.shape.dtype, {}}, predicate{DType::boolean, {}};
+  const Shape index{DType::int64, {}}, scalar{x.shape.dtype, {}};
   const auto indices = program.iota({DType::int64, x.shape.sizes}, dimension);
-  const auto number = type_of(scalar), place = type_of(index), truth = type_of(predicate);
-  const auto compare = [&](const char* name, const char* a, const char* b, const char* how, const std::string& type) {
-    return text("    %", name, " = \"stablehlo.compare\"(%", a, ", %", b,
-                ") {comparison_direction = #stablehlo<comparison_direction ", how, ">} : (", type, ", ", type, ") -> ",
-                truth, "\n");
+  const auto better = [&](pjrt::ProgramText& inside, const std::vector<Value>& arguments) {
+    const auto &a = arguments[0], &at_a = arguments[1], &b = arguments[2], &at_b = arguments[3];
+    const auto either = [&](const Value& one, const Value& other) { return inside.binary("stablehlo.or", one, other); };
+    const auto tie = inside.binary("stablehlo.and", inside.compare("EQ", a, b), inside.compare("LT", at_a, at_b));
+    const auto first = either(either(inside.compare(direction, a, b), tie), inside.compare("NE", a, a));
+    return std::vector<Value>{inside.select(first, a, b), inside.select(first, at_a, at_b)};
   };
-  const auto logic = [&](const char* name, const char* operation, const char* a, const char* b) {
-    return text("    %", name, " = \"stablehlo.", operation, "\"(%", a, ", %", b, ") : (", truth, ", ", truth, ") -> ",
-                truth, "\n");
-  };
-  const auto select = [&](const char* name, const char* a, const char* b, const std::string& type) {
-    return text("    %", name, " = \"stablehlo.select\"(%first, %", a, ", %", b, ") : (", truth, ", ", type, ", ", type,
-                ") -> ", type, "\n");
-  };
-  const auto region =
-      text("({\n  ^bb0(%a: ", number, ", %ai: ", place, ", %b: ", number, ", %bi: ", place, "):\n",
-           compare("beyond", "a", "b", direction, number), compare("equal", "a", "b", "EQ", number),
-           compare("before", "ai", "bi", "LT", place), logic("tie", "and", "equal", "before"),
-           compare("nan", "a", "a", "NE", number), logic("some", "or", "beyond", "tie"),
-           logic("first", "or", "some", "nan"), select("v", "a", "b", number), select("i", "ai", "bi", place),
-           "    \"stablehlo.return\"(%v, %i) : (", number, ", ", place, ") -> ()\n  }) ");
   auto result = x.shape.sizes;
   result.erase(result.begin() + dimension);
   const auto worst = *direction == 'G' ? program.lowest(scalar) : program.highest(scalar);
   const auto values = program.add("stablehlo.reduce", {x, indices, worst, program.highest(index)},
                                   std::vector<Shape>{{x.shape.dtype, result}, {DType::int64, result}},
-                                  "dimensions = " + pjrt::array_of(Sizes{dimension}), region);
+                                  "dimensions = " + pjrt::array_of(Sizes{dimension}),
+                                  pjrt::ProgramText::region({scalar, index, scalar, index}, better));
   return {values[0], values[1]};
 }
 

@@ -113,35 +113,20 @@ Value replaced(Call& call, const Value& x, const Value& part, const Stretch& of)
   return program.select(program.pad(ones, 0, low, high, between), program.pad(part, 0, low, high, between), x);
 }
 
-void slice_scatter(Call& call) {
-  const auto x = call.value(0);
-  const auto part = call.program().convert(call.value(1), x.shape.dtype);
-  call.returns({replaced(call, x, part, stretch_in(call, 2, x.shape.sizes))});
-}
-
-void select_scatter(Call& call) {
-  const auto x = call.value(0);
-  const auto of = one_in(call, 2, x.shape.sizes);
-  auto sizes = x.shape.sizes;
-  sizes[static_cast<std::size_t>(of.dimension)] = 1;
-  const auto part = call.program().reshape(call.program().convert(call.value(1), x.shape.dtype), sizes);
-  call.returns({replaced(call, x, part, of)});
-}
-
-// gradient [...], placed into zeros of the sizes in place 1.
-void slice_backward(Call& call) {
-  const auto gradient = call.value(0);
-  const auto zeros = call.program().constant(0, {gradient.shape.dtype, call.integers(1)});
-  call.returns({replaced(call, zeros, gradient, stretch_in(call, 2, zeros.shape.sizes))});
-}
-
-void select_backward(Call& call) {
-  const auto gradient = call.value(0);
-  const auto zeros = call.program().constant(0, {gradient.shape.dtype, call.integers(1)});
-  const auto of = one_in(call, 2, zeros.shape.sizes);
-  auto sizes = zeros.shape.sizes;
-  sizes[static_cast<std::size_t>(of.dimension)] = 1;
-  call.returns({replaced(call, zeros, call.program().reshape(gradient, sizes), of)});
+// Puts argument 1 into a stretch of x, or into one place of a dimension; for a backward, the gradient into zeros of the
+// sizes that argument 1 names.
+Lowering put(bool into_one, bool backward) {
+  return [=](Call& call) {
+    auto& program = call.program();
+    const auto given = call.value(0);
+    const auto x = backward ? program.constant(0, {given.shape.dtype, call.integers(1)}) : given;
+    const auto part = backward ? given : program.convert(call.value(1), x.shape.dtype);
+    auto sizes = x.shape.sizes;
+    if (!into_one) return call.returns({replaced(call, x, part, stretch_in(call, 2, sizes))});
+    const auto of = one_in(call, 2, sizes);
+    sizes[static_cast<std::size_t>(of.dimension)] = 1;
+    call.returns({replaced(call, x, program.reshape(part, sizes), of)});
+  };
 }
 
 void cat(Call& call) {
@@ -253,10 +238,10 @@ void add_shapes(Lowerings& table) {
   add_view(table, "select", ".int", select);
   add_view(table, "unsqueeze", "", unsqueeze);
   for (const char* const overload : {"", ".dim", ".dims"}) add_view(table, "squeeze", overload, squeeze);
-  table["aten::slice_scatter"] = slice_scatter;
-  table["aten::select_scatter"] = select_scatter;
-  table["aten::slice_backward"] = slice_backward;
-  table["aten::select_backward"] = select_backward;
+  table["aten::slice_scatter"] = put(/*into_one=*/false, /*backward=*/false);
+  table["aten::select_scatter"] = put(/*into_one=*/true, /*backward=*/false);
+  table["aten::slice_backward"] = put(/*into_one=*/false, /*backward=*/true);
+  table["aten::select_backward"] = put(/*into_one=*/true, /*backward=*/true);
   table["aten::cat"] = cat;
   table["aten::_to_copy"] = to_copy;
   table["aten::copy"] = copy;

@@ -262,20 +262,10 @@ std::string Trace::finish(at::TensorList outputs, const std::vector<std::pair<in
 const Lowerings& lowerings() {
   static const auto table = [] {
     Lowerings all;
-    add_pointwise(all);
-    add_reductions(all);
-    add_shapes(all);
-    add_products(all);
-    add_convolutions(all);
-    add_pooling(all);
-    add_adaptive_pooling(all);
-    add_indexing(all);
-    add_random(all);
-    add_refused(all);
-    add_composed(all);
-    add_norms(all);
-    add_arithmetic(all);
-    add_ordering(all);
+    for (auto* const add :
+         {add_pointwise, add_reductions, add_shapes, add_products, add_convolutions, add_pooling, add_adaptive_pooling,
+          add_indexing, add_random, add_refused, add_composed, add_norms, add_arithmetic, add_ordering})
+      add(all);
     return all;
   }();
   return table;
