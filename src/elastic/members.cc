@@ -72,11 +72,24 @@ Process parse_process(const std::string& printed) {
   return process;
 }
 
+std::string print(const std::vector<Process>& processes) {
+  std::string lines;
+  for (const auto& process : processes) lines += print(process) + "\n";
+  return lines;
+}
+
+std::vector<Process> parse_processes(const std::string& printed) {
+  std::vector<Process> processes;
+  std::istringstream lines(printed);
+  for (std::string line; std::getline(lines, line);) processes.push_back(parse_process(line));
+  return processes;
+}
+
 std::string print(const Members& members) {
   const auto& world = members.world;
   std::string lines =
       text(world.generation, " ", world.size, " ", world.rank, " ", world.local_size, " ", world.local_rank, "\n");
-  for (const auto& process : members.processes) lines += print(process) + "\n";
+  lines += print(members.processes);
   for (const auto& store : members.stores) lines += store + "\n";
   return lines;
 }

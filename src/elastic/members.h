@@ -1,7 +1,6 @@
 // Who takes part in a generation of a job, and which ranks make up whole rows of a mesh.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -47,6 +46,8 @@ std::string print(const Members& members);
 Members parse_members(const std::string& printed, const World& self);  // `self`: the host and address to keep
 std::string print(const Process& process);                             // in one line
 Process parse_process(const std::string& printed);
+std::string print(const std::vector<Process>& processes);  // a line each
+std::vector<Process> parse_processes(const std::string& printed);
 
 // Rows of a mesh: the ranks that have one copy of a model together, each a part of it.
 

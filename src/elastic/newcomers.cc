@@ -7,7 +7,6 @@
 #include <sstream>
 
 #include "base/log.h"
-#include "base/mutex.h"
 #include "base/text.h"
 #include "cluster/rendezvous.h"
 #include "elastic/members.h"
@@ -27,51 +26,22 @@ constexpr const char* kNoJob = "the host of this process does not know of a job 
 
 std::string key_of(std::int64_t place) { return text("newcomer ", place); }
 
-// The numbers by which a launcher knows this process; empty where it has no launcher.
-struct LaunchersNumbers {
-  std::string rank, restart;
-};
-LaunchersNumbers launchers_numbers() {
-  const auto variable = [](const char* name) {
-    const char* const value = std::getenv(name);
-    return std::string(value != nullptr && whole_number<int>(value) ? value : "");
-  };
-  return {variable("LOCKSTEP_RANK"), variable("LOCKSTEP_RESTART")};
+// One of the numbers by which a launcher knows this process; empty where it has no launcher.
+std::string launchers_number(const char* variable) {
+  const char* const value = std::getenv(variable);
+  return value != nullptr && whole_number<int>(value) ? value : "";
 }
+std::string launchers_rank() { return launchers_number("LOCKSTEP_RANK"); }
+std::string launchers_restart() { return launchers_number("LOCKSTEP_RESTART"); }
 
 std::string new_name() {
   std::random_device random;
-  const auto [rank, restart] = launchers_numbers();
-  return text(name_of_newcomer(rank, restart), std::hex, random(), random());
+  return text(name_of_newcomer(launchers_rank(), launchers_restart()), std::hex, random(), random());
 }
 
-// A newcomer's entry: a line for each member, but for the last, which may have several.
-struct Entry {
-  Process newcomer;
-  std::int64_t training = 0;
-  std::string description;
-
-  std::string print() const { return text(elastic::print(newcomer), "\n", training, "\n", description); }
-};
-Entry entry_in(const std::string& printed) {
-  std::istringstream in(printed);
-  std::string process, training;
-  std::getline(in, process);
-  std::getline(in, training);
-  const auto number = whole_number(training);
-  if (!number) throw InvalidArgument("an entry of a newcomer that cannot be read (another version?)");
-  return {parse_process(process), *number, printed.substr(process.size() + training.size() + 2)};
-}
 std::string key_of_end_of(std::int64_t training) { return text("end of training ", training); }
 
 Deadline here_deadline() { return Deadline::after(std::chrono::seconds(5)); }
-
-// Prints the members for launchers.
-std::string print_places(const Members& members) {
-  std::string lines = text(members.world.generation, "\n");
-  for (const auto& process : members.processes) lines += print(process) + "\n";
-  return lines;
-}
 
 // Replaces an entry of this generation or an earlier one. `read` returns the generation of an entry.
 void replace_earlier(const Store& store, const char* key, const std::string& printed, std::int64_t generation,
@@ -108,28 +78,10 @@ std::optional<Members> latest_members(cluster::ConnectedStores& job, const World
   return latest;
 }
 
+// A newcomer that has claimed a part has a line in this entry.
 constexpr const char* kClaims = "parts of newcomers";
 
-struct Claim {
-  std::string name, store;
-  int part;
-};
-
-// Reads a claim a line.
-std::vector<Claim> claims_in(const std::string& entry) {
-  std::vector<Claim> claims;
-  std::istringstream words(entry);
-  for (Claim claim; words >> claim.name >> claim.store >> claim.part;) claims.push_back(claim);
-  return claims;
-}
-
-std::string print(const std::vector<Claim>& claims) {
-  std::string lines;
-  for (const auto& [name, store, part] : claims) lines += text(name, " ", store, " ", part, "\n");
-  return lines;
-}
-
-int part_of_fewest(const std::vector<Claim>& claims, int row_size) {
+int part_of_fewest(const std::vector<Process>& claims, int row_size) {
   std::vector<int> counts(static_cast<std::size_t>(row_size));
   for (const auto& claim : claims) {
     if (claim.part < row_size) ++counts[static_cast<std::size_t>(claim.part)];
@@ -146,10 +98,10 @@ ClaimedPart::ClaimedPart(const std::shared_ptr<cluster::ConnectedStores>& stores
   const auto& store = members->processes[0].store;
   cluster::Liveness liveness(stores);
   for (auto before = stores->compare_set(store, kClaims, "", "");;) {
-    auto claims = claims_in(before);
-    std::erase_if(claims, [&](const Claim& claim) { return liveness.look(claim.store, claim.name) != Sign::lives; });
+    auto claims = parse_processes(before);
+    std::erase_if(claims, [&](const Process& claim) { return liveness.look(claim.store, claim.name) != Sign::lives; });
     part_ = part_of_fewest(claims, row_size);
-    claims.push_back({name_, stores->here().address(), part_});
+    claims.push_back({name_, self.host, stores->here().address(), part_});
     const auto after = print(claims), kept = stores->compare_set(store, kClaims, before, after);
     if (kept == after) return;
     before = kept;
@@ -157,8 +109,8 @@ ClaimedPart::ClaimedPart(const std::shared_ptr<cluster::ConnectedStores>& stores
 }
 
 void publish(const Members& members, cluster::ConnectedStores& stores) {
-  const auto printed = print(members), printed_places = print_places(members);
   const auto generation = members.world.generation;
+  const auto printed = print(members), for_launchers = text(generation, "\n", print(members.processes));
   stores.for_each(members.stores.size(), [&](std::size_t i) {
     const auto& address = members.stores[i];
     const auto is_there = [&](const Process& process) { return process.store == address; };
@@ -175,7 +127,7 @@ void publish(const Members& members, cluster::ConnectedStores& stores) {
       const auto store = stores.at(address);
       replace_earlier(store, kMembers, printed, generation, for_answer,
                       [](const auto& entry) { return parse_members(entry, {}).world.generation; });
-      replace_earlier(store.without_prefix(), cluster::kMembersNow, printed_places, generation, for_answer,
+      replace_earlier(store.without_prefix(), cluster::kMembersNow, for_launchers, generation, for_answer,
                       generation_of_places);
     } catch (const Error&) {  // that host is lost
     }
@@ -188,7 +140,7 @@ Candidate::Candidate(std::shared_ptr<cluster::ConnectedStores> stores, const Wor
       self_(self),
       training_(training),
       process_{.name = new_name(), .host = self.host, .store = stores_->here().address(), .part = part},
-      entry_(Entry{process_, training, description}.print()),
+      entry_(text(print(process_), "\n", training, "\n", description)),
       presence_(cluster::show_presence(stores_->here(), process_.name)),
       liveness_(stores_) {
   const auto found = latest_members(*stores_, self_);
@@ -210,8 +162,8 @@ void Candidate::enter(const std::vector<std::string>& stores) {
 
 // Tells the launcher why, so that the launcher does not start this process again.
 void Candidate::tell_refusal(const char* why) const {
-  const auto [rank, restart] = launchers_numbers();
-  stores_->here().without_prefix().set(cluster::key_of_refusal(rank, restart), why, here_deadline());
+  const auto key = cluster::key_of_refusal(launchers_rank(), launchers_restart());
+  stores_->here().without_prefix().set(key, why, here_deadline());
 }
 
 Members Candidate::take(const std::string& invitation) const {
@@ -288,9 +240,17 @@ void Watch::watch(const std::stop_token& stop) {
   }
 }
 
-// Adds the newcomer of an entry. Called with the same entry again after an exception.
-void Watch::add(const std::string& printed) {
-  const auto [newcomer, training, description] = entry_in(printed);
+// Adds the newcomer of an entry, of which the first two lines are the process and the training. Called with the same
+// entry again after an exception.
+void Watch::add(const std::string& entry) {
+  std::istringstream in(entry);
+  std::string process, number;
+  std::getline(in, process);
+  std::getline(in, number);
+  const auto training = whole_number(number);
+  if (!training) throw InvalidArgument("an entry of a newcomer that cannot be read (another version?)");
+  const auto newcomer = parse_process(process);
+  const auto description = entry.substr(process.size() + number.size() + 2);
   // A newcomer to an earlier training will find its end; one to a later training has found the end of this one.
   if (training != training_ || was_answered(newcomer)) return;
   if (description != description_) {

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <sstream>
 
 #include "base/text.h"
-#include "elastic/members.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::elastic {
@@ -15,20 +13,6 @@ constexpr std::chrono::seconds kToEnter(10);
 constexpr std::chrono::milliseconds kBetweenLooks(100);  // looks for members that have gone
 constexpr int kMostUnanswered = 50;
 const std::string kLost = "lost", kLeft = "left", kOn = "on", kNone = "none", kRefused = "refused: ";
-
-// Prints a newcomer a line.
-std::string print(const std::vector<Process>& newcomers) {
-  std::string lines;
-  for (const auto& newcomer : newcomers) lines += print(newcomer) + "\n";
-  return lines.empty() ? kNone : lines;
-}
-
-std::vector<Process> parse(const std::string& printed) {
-  std::vector<Process> newcomers;
-  std::istringstream lines(printed == kNone ? "" : printed);
-  for (std::string line; std::getline(lines, line);) newcomers.push_back(parse_process(line));
-  return newcomers;
-}
 
 // The entries that decide a generation: "on", "lost" or "left" for each rank of the one before, and the newcomers.
 class Entries {
@@ -47,7 +31,9 @@ class Entries {
     return registry_.enter(keys_[static_cast<std::size_t>(rank)], value, Deadline::after(kToEnter));
   }
   std::vector<Process> enter_newcomers(const std::vector<Process>& newcomers) {
-    return parse(registry_.enter(prefix_ + "newcomers", print(newcomers), Deadline::after(kToEnter)));
+    const auto lines = newcomers.empty() ? kNone : print(newcomers);
+    const auto kept = registry_.enter(prefix_ + "newcomers", lines, Deadline::after(kToEnter));
+    return kept == kNone ? std::vector<Process>() : parse_processes(kept);
   }
 
   // Returns every rank's entry. Enters as lost the ranks without one: those whose processes are lost, and all once the

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <optional>
 #include <sstream>
-#include <tuple>
 
 #include "base/mutex.h"
 #include "base/text.h"

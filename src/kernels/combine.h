@@ -14,15 +14,16 @@ namespace lockstep::kernels {
 template <class T>
 using Wide = std::conditional_t<std::is_class_v<T>, float, T>;
 
-// The type in which integers are added and multiplied, so that they wrap.
-template <class W, bool integral = std::is_integral_v<W>>
-struct Wrapping {
-  using Type = W;
-};
+// The value in the type in which it is added and multiplied: integers wrap, and none is promoted to int, whose overflow
+// is undefined.
 template <class W>
-struct Wrapping<W, true> {  // none that are promoted to int, whose overflow is undefined
-  using Type = std::common_type_t<std::make_unsigned_t<W>, unsigned>;
-};
+auto wrapping(W value) {
+  if constexpr (std::is_integral_v<W>) {
+    return static_cast<std::common_type_t<std::make_unsigned_t<W>, unsigned>>(value);
+  } else {
+    return value;
+  }
+}
 
 // Integers round towards zero.
 template <class W>
@@ -37,14 +38,12 @@ W divided(W value, std::size_t divisor) {
 // Calls visit with the function (W, W) -> W of the operator; mean adds. A NaN wins against every number.
 template <class W, class Visit>
 void visit_combine(ReduceOp op, const Visit& visit) {
-  using U = typename Wrapping<W>::Type;
   switch (op) {
     case ReduceOp::sum:
-    case ReduceOp::mean: return visit([](W a, W b) { return static_cast<W>(static_cast<U>(a) + static_cast<U>(b)); });
+    case ReduceOp::mean: return visit([](W a, W b) { return static_cast<W>(wrapping(a) + wrapping(b)); });
     case ReduceOp::min: return visit([](W a, W b) { return b < a || b != b ? b : a; });
     case ReduceOp::max: return visit([](W a, W b) { return a < b || b != b ? b : a; });
-    case ReduceOp::product:
-      return visit([](W a, W b) { return static_cast<W>(static_cast<U>(a) * static_cast<U>(b)); });
+    case ReduceOp::product: return visit([](W a, W b) { return static_cast<W>(wrapping(a) * wrapping(b)); });
   }
 }
 

@@ -61,15 +61,13 @@ struct Duel {
 };
 
 // The sums of a window's positions, for two vectors of filters.
-struct Sums {
-  Vector of[kPositions][2];
-};
+using Sums = Vector[kPositions][2];
 
 // The bias is added last, as in LibTorch's convolution, so that most results are equal to the bit.
 template <bool kFinite>
 HWY_INLINE void decide(const Sums& sums, int half, const float* bias, float* output, std::uint8_t* winner) {
   const auto offset = hn::LoadU(kFloats, bias);
-  const auto biased = [&](int position) { return hn::Add(sums.of[position][half], offset); };
+  const auto biased = [&](int position) { return hn::Add(sums[position][half], offset); };
   const Duel<kFinite> upper(biased(0), biased(1)), lower(biased(2), biased(3)), rows(upper.best, lower.best);
   const auto alive = Duel<kFinite>(hn::Zero(kFloats), rows.best).second_wins;
   hn::StoreU(hn::IfThenElseZero(alive, rows.best), kFloats, output);
@@ -94,7 +92,7 @@ HWY_INLINE void add_square(const ConvPool& s, const float* corner, const float* 
           const int row = i - position / 2, column = j - position % 2;
           if (row < 0 || row >= kSize || column < 0 || column >= kSize) continue;
           const float* tap = weight + (row * kSize + column) * width;
-          auto& sum = sums.of[position];
+          auto& sum = sums[position];
           sum[0] = hn::MulAdd(hn::LoadU(kFloats, tap), x, sum[0]);
           sum[1] = hn::MulAdd(hn::LoadU(kFloats, tap + lanes()), x, sum[1]);
         }
@@ -110,7 +108,7 @@ HWY_INLINE void add_taps(const ConvPool& s, const std::int64_t* offsets, const f
     const auto w0 = hn::LoadU(kFloats, weight), w1 = hn::LoadU(kFloats, weight + lanes());
     HWY_UNROLL(4) for (int position = 0; position < kPositions; ++position) {
       const auto x = hn::Set(kFloats, corner[offsets[t] + position / 2 * s.in_w + position % 2]);
-      auto& sum = sums.of[position];
+      auto& sum = sums[position];
       sum[0] = hn::MulAdd(w0, x, sum[0]);
       sum[1] = hn::MulAdd(w1, x, sum[1]);
     }
@@ -133,7 +131,7 @@ void forward_block(ConvPool s, Filters filters, const float* input, float* outpu
     for (std::int64_t column = 0; column < s.out_w(); ++column) {
       const float* corner = input + 2 * row * s.in_w + 2 * column;
       Sums sums;
-      HWY_UNROLL(4) for (auto& sum : sums.of) sum[0] = sum[1] = hn::Zero(kFloats);
+      HWY_UNROLL(4) for (auto& sum : sums) sum[0] = sum[1] = hn::Zero(kFloats);
       if constexpr (kSize > 0) {
         add_square<kSize>(s, corner, filters.weight, filters.width, sums);
       } else {

@@ -20,26 +20,18 @@ struct Matrix {
 [[nodiscard]] bool multiply(std::int64_t m, std::int64_t n, std::int64_t k, Matrix a, Matrix b, float* c,
                             std::int64_t c_stride);
 
-// A bias and ReLU on the rows of a matrix, and their gradients, each in one pass.
-
-// Matrices are [rows][columns] without gaps. Any thread may call.
-struct BiasKernels {
+// Dense layers, each function in one pass. Matrices are [rows][columns], or [rows][classes], without gaps; labels are
+// from 0 to classes - 1. Any thread may call.
+struct DenseKernels {
   // y += bias (if not null) in each row; then, if `relu`, max(y, 0), NaN staying NaN.
-  void (*forward)(float* y, std::int64_t rows, std::int64_t columns, const float* bias, bool relu);
+  void (*add_bias)(float* y, std::int64_t rows, std::int64_t columns, const float* bias, bool relu);
 
   // grad_input = grad_output where y is not <= 0, else 0.
   void (*relu_backward)(const float* grad_output, const float* y, std::int64_t count, float* grad_input);
 
   // grad_bias = the sum of the rows of `gradient`.
   void (*sum_rows)(const float* gradient, std::int64_t rows, std::int64_t columns, float* grad_bias);
-};
 
-const BiasKernels& bias_kernels();
-
-// Softmax cross-entropy of rows and its gradient, each in one pass.
-
-// Matrices are [rows][classes] without gaps, labels are from 0 to classes - 1. Any thread may call.
-struct SoftmaxKernels {
   // loss[row] = -log(softmax(logits[row])[label]); `probability` gets the softmax.
   void (*cross_entropy)(const float* logits, const std::int64_t* label, std::int64_t rows, std::int64_t classes,
                         float* loss, float* probability);
@@ -51,7 +43,7 @@ struct SoftmaxKernels {
                                  float* grad_logits);
 };
 
-const SoftmaxKernels& softmax_kernels();
+const DenseKernels& dense_kernels();
 
 // A matrix's rows become columns. to[j * to_stride + i] = from[i * from_stride + j] for i < rows, j < columns. Any
 // thread may call.

@@ -6,8 +6,6 @@
 
 namespace lockstep::kernels {
 
-// Pooling of images, forward and backward, on plain arrays of float.
-
 // A window that moves over an image. Positions of the window are numbered row by row, size_h * size_w <= 256; each
 // output's window holds at least one element of the image.
 struct Pooling {
@@ -39,18 +37,14 @@ struct PoolingKernels {
                               const std::uint8_t* winner, float* grad_input);
   void (*max_images_backward)(const Pooling& pooling, std::size_t images, std::size_t channels,
                               const float* grad_output, const std::uint8_t* winner, float* grad_input);
+
+  // Sums of windows times `factor`; windows of planes that have no padding and lie inside the image.
+  void (*average_planes)(const Pooling& pooling, std::size_t planes, const float* input, float factor, float* output);
+  void (*average_planes_backward)(const Pooling& pooling, std::size_t planes, const float* grad_output, float factor,
+                                  float* grad_input);
 };
 
 const PoolingKernels& pooling_kernels();
-
-// Sums of windows times `factor`; windows of planes that have no padding and lie inside the image.
-struct AveragePoolingKernels {
-  void (*planes)(const Pooling& pooling, std::size_t planes, const float* input, float factor, float* output);
-  void (*planes_backward)(const Pooling& pooling, std::size_t planes, const float* grad_output, float factor,
-                          float* grad_input);
-};
-
-const AveragePoolingKernels& average_pooling_kernels();
 
 // Convolution, bias, ReLU and 2 x 2 max-pooling of images with few channels in one pass: what the convolution computes
 // is never written to memory.

@@ -112,7 +112,7 @@ TEST(Pooling, MaximumAndItsGradient) {
 
 TEST(Pooling, AverageAndItsGradient) {
   for_each_target([] {
-    const auto& kernel = average_pooling_kernels();
+    const auto& kernel = pooling_kernels();
     Random random(3);
     for (int round = 0; round < 60; ++round) {
       auto p = random_pooling(random);
@@ -133,8 +133,8 @@ TEST(Pooling, AverageAndItsGradient) {
         }
       }
       Floats output(expected.size()), grad_input(input.size(), 99);
-      kernel.planes(p, static_cast<std::size_t>(planes), input.data(), 0.5F, output.data());
-      kernel.planes_backward(p, static_cast<std::size_t>(planes), gradient.data(), 0.5F, grad_input.data());
+      kernel.average_planes(p, static_cast<std::size_t>(planes), input.data(), 0.5F, output.data());
+      kernel.average_planes_backward(p, static_cast<std::size_t>(planes), gradient.data(), 0.5F, grad_input.data());
       ASSERT_EQ(output, expected) << round;
       ASSERT_EQ(grad_input, expected_gradient) << round;
     }

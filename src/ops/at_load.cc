@@ -35,25 +35,14 @@ constexpr unsigned part(std::uint64_t version, int number) { return version >> (
 
 namespace {
 
-// Knows if the user chose a number: by a variable, or by set_num_threads since the library was loaded.
-class UsersChoice {
- public:
-  bool made() const {
-    return std::getenv("OMP_NUM_THREADS") != nullptr || std::getenv("MKL_NUM_THREADS") != nullptr ||
-           at::get_num_threads() != last_;
-  }
-  void set(int threads) {
-    at::set_num_threads(threads);
-    last_ = threads;
-  }
-
- private:
-  int last_ = at::get_num_threads();  // LibTorch's own, or what was set here
-};
-
 [[maybe_unused]] const bool is_registered = [] {
-  cluster::after_partition([threads = UsersChoice()](int cores) mutable {
-    if (!threads.made() && cores < at::get_num_threads()) threads.set(cores);
+  // `last`: LibTorch's own number, or what was set here. Another one is the user's, by a variable or set_num_threads.
+  cluster::after_partition([last = at::get_num_threads()](int cores) mutable {
+    const bool is_users = std::getenv("OMP_NUM_THREADS") != nullptr || std::getenv("MKL_NUM_THREADS") != nullptr ||
+                          at::get_num_threads() != last;
+    if (is_users || cores >= last) return;
+    at::set_num_threads(cores);
+    last = cores;
   });
   return true;
 }();

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -30,18 +29,17 @@ constexpr std::size_t kOwnPages = std::size_t{1} << 25;  // from here on a block
 constexpr std::size_t kHugePage = std::size_t{1} << 21;
 constexpr std::int64_t kFlush = std::int64_t{1} << 16;  // bytes after which a heap adds its count to the allocator's
 
-struct SizeClass {
-  int index;
-  std::size_t bytes;
-};
-
 // Classes are 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, ...: four steps of equal width between powers of two.
-SizeClass size_class_of(std::size_t bytes) {
+int class_of(std::size_t bytes) {
   const std::size_t lines = std::max<std::size_t>(1, (bytes + kAlignment - 1) / kAlignment);
-  if (lines <= kSteps) return {static_cast<int>(lines) - 1, lines * kAlignment};
+  if (lines <= kSteps) return static_cast<int>(lines) - 1;
   const int shift = std::bit_width(lines - 1) - 3;  // so that 4 <= (lines - 1) >> shift < 8
-  const std::size_t step = (lines - 1) >> shift;
-  return {kSteps * (shift + 1) + static_cast<int>(step - kSteps), ((step + 1) << shift) * kAlignment};
+  return kSteps * shift + static_cast<int>((lines - 1) >> shift);
+}
+
+std::size_t bytes_in(int size_class) {
+  const int shift = std::max(0, size_class / kSteps - 1);
+  return (static_cast<std::size_t>(size_class - kSteps * shift + 1) << shift) * kAlignment;
 }
 
 }  // namespace
@@ -230,13 +228,13 @@ void CachingAllocator::abandon_heap(Heap* heap) {
 }
 
 void* CachingAllocator::allocate(std::size_t bytes) {
-  const auto size_class = size_class_of(bytes);
-  if (size_class.index >= kClasses) throw std::bad_alloc();
+  const int size_class = class_of(bytes);
+  if (size_class >= kClasses) throw std::bad_alloc();
   auto& heap = heap_of_this_thread();
   Block* block = nullptr;
   {
     MutexLock lock(heap.mutex);
-    auto& head = heap.free[static_cast<std::size_t>(size_class.index)];
+    auto& head = heap.free[static_cast<std::size_t>(size_class)];
     if (head == nullptr && heap.returned.load(std::memory_order_relaxed) != nullptr) heap.take_returned();
     block = head;
     if (block != nullptr) head = block->next;
@@ -245,11 +243,11 @@ void* CachingAllocator::allocate(std::size_t bytes) {
     heap.count(-static_cast<std::int64_t>(block->bytes));
     return block->data();
   }
-  make_room(size_class.bytes);
-  if (block == nullptr) block = take_from_system(heap, size_class.bytes, size_class.index);
+  make_room(bytes_in(size_class));
+  if (block == nullptr) block = take_from_system(heap, size_class);
   if (block == nullptr) {
     release();
-    block = take_from_system(heap, size_class.bytes, size_class.index);
+    block = take_from_system(heap, size_class);
   }
   if (block == nullptr) throw std::bad_alloc();
   block->in_memory = true;
@@ -257,8 +255,8 @@ void* CachingAllocator::allocate(std::size_t bytes) {
   return block->data();
 }
 
-CachingAllocator::Block* CachingAllocator::take_from_system(Heap& heap, std::size_t bytes, int size_class) {
-  const auto with_header = sizeof(Block) + bytes;
+CachingAllocator::Block* CachingAllocator::take_from_system(Heap& heap, int size_class) {
+  const auto bytes = bytes_in(size_class), with_header = sizeof(Block) + bytes;
   void* memory = nullptr;
   std::size_t mapped = 0;
   if (with_header >= kOwnPages) {

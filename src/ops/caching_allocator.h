@@ -43,7 +43,7 @@ class CachingAllocator {
   Heap& heap_of_this_thread();
   Heap* adopt_heap();
   void abandon_heap(Heap* heap);
-  Block* take_from_system(Heap& heap, std::size_t bytes, int size_class);
+  Block* take_from_system(Heap& heap, int size_class);
   void make_room(std::size_t bytes);
   std::int64_t cache_limit() const;
 

@@ -80,8 +80,8 @@ struct Linear : torch::autograd::Function<Linear> {
     sizes.back() = weight.size(0);
     auto output = product({as_rows(x)}, {weight.contiguous(), true}, sizes);
     const auto contiguous_bias = bias.has_value() ? bias->contiguous() : Tensor();
-    kernels::bias_kernels().forward(output.mutable_data_ptr<float>(), output.numel() / weight.size(0), weight.size(0),
-                                    bias.has_value() ? contiguous_bias.const_data_ptr<float>() : nullptr, relu);
+    kernels::dense_kernels().add_bias(output.mutable_data_ptr<float>(), output.numel() / weight.size(0), weight.size(0),
+                                      bias.has_value() ? contiguous_bias.const_data_ptr<float>() : nullptr, relu);
     // Saves only what backward reads: the input of a frozen weight may be changed in place, and freed.
     context->save_for_backward(
         {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor(), relu ? output : Tensor()});
@@ -102,8 +102,8 @@ struct Linear : torch::autograd::Function<Linear> {
     auto gradient = as_rows(resolved(gradients[0]));
     if (y.defined()) {
       auto masked = at::empty_like(gradient);
-      kernels::bias_kernels().relu_backward(gradient.const_data_ptr<float>(), y.const_data_ptr<float>(),
-                                            gradient.numel(), masked.mutable_data_ptr<float>());
+      kernels::dense_kernels().relu_backward(gradient.const_data_ptr<float>(), y.const_data_ptr<float>(),
+                                             gradient.numel(), masked.mutable_data_ptr<float>());
       gradient = masked;
     }
     Tensor grad_x, grad_weight, grad_bias;
@@ -115,8 +115,8 @@ struct Linear : torch::autograd::Function<Linear> {
     }
     if (has_bias) {
       grad_bias = at::empty({gradient.size(1)}, gradient.options());
-      kernels::bias_kernels().sum_rows(gradient.const_data_ptr<float>(), gradient.size(0), gradient.size(1),
-                                       grad_bias.mutable_data_ptr<float>());
+      kernels::dense_kernels().sum_rows(gradient.const_data_ptr<float>(), gradient.size(0), gradient.size(1),
+                                        grad_bias.mutable_data_ptr<float>());
     }
     return {grad_x, grad_weight, grad_bias, Tensor()};
   }

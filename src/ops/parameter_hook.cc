@@ -78,20 +78,18 @@ bool has_key(const at::Tensor& tensor) {
   return tensor.defined() && tensor.unsafeGetTensorImpl()->key_set().has(kHookKey);
 }
 
-struct HookedArgument {
-  ArgumentPlace place;
-  Hooks hooks;
-};
-
 // True in WithoutHooks, whose operator has values brought and does nothing else.
 thread_local bool only_brings_values = false;
 
-std::vector<HookedArgument> find_hooks(const OperatorCall& call) {
-  std::vector<HookedArgument> found;
+// The hooks of a call's arguments, each with the argument's place.
+using PlacedHooks = std::vector<std::pair<ArgumentPlace, std::shared_ptr<ParameterHook>>>;
+
+PlacedHooks find_hooks(const OperatorCall& call) {
+  PlacedHooks found;
   for (std::size_t i = 0; i < call.arguments(); ++i) {
     const auto& argument = call.argument(i);
     const auto add = [&](const at::Tensor& tensor, const ArgumentPlace& place) {
-      if (has_key(tensor)) found.push_back({place, table().of(tensor)});
+      for (auto& hook : hooks_of(tensor)) found.emplace_back(place, std::move(hook));
     };
     if (argument.isTensor()) {
       add(argument.toTensor(), {i});
@@ -124,16 +122,12 @@ void keep_hooks(const OperatorCall& call) {
   }
 }
 
-bool is_carried_out(const OperatorCall& call, const std::vector<HookedArgument>& found) {
-  for (const auto& argument : found) {
-    for (const auto& hook : argument.hooks) {
-      if (hook->run(call, argument.place.index)) return true;
-    }
+bool is_carried_out(const OperatorCall& call, const PlacedHooks& found) {
+  for (const auto& [place, hook] : found) {
+    if (hook->run(call, place.index)) return true;
   }
-  for (const auto& argument : found) {
-    for (const auto& hook : argument.hooks) {
-      if (hook->otherwise(call, argument.place)) return true;
-    }
+  for (const auto& [place, hook] : found) {
+    if (hook->otherwise(call, place)) return true;
   }
   return false;
 }
@@ -143,16 +137,14 @@ void run_hooks(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
   const OperatorCall call(op, *stack);
   if (has_operator_mode() && mode(call)) return;
   const auto found = find_hooks(call);
-  for (const auto& argument : found) {
-    for (const auto& hook : argument.hooks) hook->before(call, argument.place.index);
-  }
+  for (const auto& [place, hook] : found) hook->before(call, place.index);
   if (!only_brings_values && is_carried_out(call, found)) return;
   if (call.is_set_data()) keep_hooks(call);
-  const bool gets_storage = call.is_set_storage() && !found.empty() && found[0].place.index == 0;
-  const auto parameter = gets_storage ? call.tensor(0) : at::Tensor();
+  const auto parameter = call.is_set_storage() ? call.tensor(0) : at::Tensor();
+  const auto kept = hooks_of(parameter);
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kHookKey), stack);
-  if (!gets_storage || !table().of(parameter).empty()) return;
-  for (const auto& hook : found[0].hooks) table().add(parameter, hook);  // as torch::load does
+  if (kept.empty() || !table().of(parameter).empty()) return;
+  for (const auto& hook : kept) table().add(parameter, hook);  // as torch::load does
 }
 
 TORCH_LIBRARY_IMPL(_, DeferredInit, library) {

@@ -211,7 +211,7 @@ struct AveragePool2d : torch::autograd::Function<AveragePool2d> {
     const auto* from = x.const_data_ptr<float>();
     auto* to = output.mutable_data_ptr<float>();
     in_parallel(x.numel() / (p.in_h * p.in_w), p.in_h * p.in_w, [&](std::int64_t first, std::size_t count) {
-      kernels::average_pooling_kernels().planes(p, count, from + first * p.in_h * p.in_w, factor_of(p),
+      kernels::pooling_kernels().average_planes(p, count, from + first * p.in_h * p.in_w, factor_of(p),
                                                 to + first * p.out_h * p.out_w);
     });
     save(context, p, x.sizes());
@@ -233,7 +233,7 @@ struct AveragePool2d : torch::autograd::Function<AveragePool2d> {
     const auto* from = grad_output.const_data_ptr<float>();
     auto* to = result.mutable_data_ptr<float>();
     in_parallel(result.numel() / (p.in_h * p.in_w), p.in_h * p.in_w, [&](std::int64_t first, std::size_t count) {
-      kernels::average_pooling_kernels().planes_backward(p, count, from + first * p.out_h * p.out_w, factor_of(p),
+      kernels::pooling_kernels().average_planes_backward(p, count, from + first * p.out_h * p.out_w, factor_of(p),
                                                          to + first * p.in_h * p.in_w);
     });
     return {result, Tensor()};

@@ -29,9 +29,9 @@ struct SoftmaxCrossEntropy : torch::autograd::Function<SoftmaxCrossEntropy> {
     const auto label = labels.contiguous();
     auto loss = at::empty(labels.sizes(), logits.options());
     auto probability = at::empty_like(rows);
-    kernels::softmax_kernels().cross_entropy(rows.const_data_ptr<float>(), label.const_data_ptr<std::int64_t>(),
-                                             label.numel(), rows.size(-1), loss.mutable_data_ptr<float>(),
-                                             probability.mutable_data_ptr<float>());
+    kernels::dense_kernels().cross_entropy(rows.const_data_ptr<float>(), label.const_data_ptr<std::int64_t>(),
+                                           label.numel(), rows.size(-1), loss.mutable_data_ptr<float>(),
+                                           probability.mutable_data_ptr<float>());
     context->save_for_backward({logits, label, probability});
     return loss;
   }
@@ -51,7 +51,7 @@ struct SoftmaxCrossEntropy : torch::autograd::Function<SoftmaxCrossEntropy> {
     const bool one_for_all = std::all_of(strides.begin(), strides.end(), [](auto stride) { return stride == 0; });
     const auto gradient = one_for_all ? resolved(gradients[0]) : resolved(gradients[0]).contiguous();
     auto result = at::empty_like(probability);
-    kernels::softmax_kernels().cross_entropy_backward(
+    kernels::dense_kernels().cross_entropy_backward(
         gradient.const_data_ptr<float>(), one_for_all ? 0 : 1, probability.const_data_ptr<float>(),
         label.const_data_ptr<std::int64_t>(), label.numel(), probability.size(-1), result.mutable_data_ptr<float>());
     return {result, Tensor()};

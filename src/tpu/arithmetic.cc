@@ -3,7 +3,6 @@
 #include <limits>
 
 #include "base/text.h"
-#include "ops/tensors.h"
 #include "tpu/call.h"
 #include "tpu/composed.h"
 #include "tpu/trace.h"
@@ -32,7 +31,7 @@ std::pair<at::Tensor, at::Tensor> both(Call& call) {
 Lowering of_two(TwoArguments make) {
   return [make](Call& call) {
     const auto [x, y] = both(call);
-    call.returns(Tensors{make(x, y)});
+    call.returns(make(x, y));
   };
 }
 
@@ -63,9 +62,9 @@ void elementwise(Call& call, std::string_view operation) {
 void divide_rounded(Call& call) {
   const auto mode = call.has(2) ? call.word(2) : "";
   const auto [x, y] = both(call);
-  if (mode == "floor") return call.returns(Tensors{floor_quotient(x, y)});
-  if (mode != "trunc") return call.returns(Tensors{x / y});
-  if (x.is_floating_point() || y.is_floating_point()) return call.returns(Tensors{truncated(x / y)});
+  if (mode == "floor") return call.returns(floor_quotient(x, y));
+  if (mode != "trunc") return call.returns(x / y);
+  if (x.is_floating_point() || y.is_floating_point()) return call.returns(truncated(x / y));
   elementwise(call, "stablehlo.divide");
 }
 
@@ -73,7 +72,7 @@ void clamp_by_tensors(Call& call) {
   auto x = call.tensor(0);
   if (call.has(1)) x = at::maximum(x, call.tensor(1));
   if (call.has(2)) x = at::minimum(x, call.tensor(2));
-  call.returns(Tensors{x});
+  call.returns(x);
 }
 
 // True where any, or all, elements are not 0: over the whole tensor, or along dimensions.
@@ -84,20 +83,14 @@ Lowering truth(bool any, bool has_dimensions) {
     const auto rank = static_cast<std::size_t>(x.dim());
     const auto dimensions = has_dimensions ? dimensions_in(call, 1, rank) : all_dimensions(rank);
     const bool keeps = has_dimensions && call.flag(2);
-    if (x.dim() == 0) return call.returns(Tensors{truths.ne(0)});
-    call.returns(Tensors{any ? truths.sum(dimensions, keeps).ne(0) : truths.eq(0).sum(dimensions, keeps).eq(0)});
+    if (x.dim() == 0) return call.returns(truths.ne(0));
+    call.returns(any ? truths.sum(dimensions, keeps).ne(0) : truths.eq(0).sum(dimensions, keeps).eq(0));
   };
 }
 
 void product(Call& call, bool of_dimension) {
   auto& program = call.program();
-  auto x = call.value(0);
-  const std::size_t dtype_place = of_dimension ? 3 : 1;
-  if (call.has(dtype_place)) {
-    x = program.convert(x, ops::dtype_of(call.dtype(dtype_place)));
-  } else if (!pjrt::is_floating(x.shape.dtype)) {
-    x = program.convert(x, DType::int64);
-  }
+  auto x = summand(call, of_dimension ? 3 : 1);
   const auto rank = x.shape.sizes.size();
   const auto dimensions =
       of_dimension ? Sizes{call.dimension(call.integer(1), std::max<std::size_t>(rank, 1))} : all_dimensions(rank);
@@ -126,13 +119,13 @@ void add_arithmetic(Lowerings& table) {
   for (const char* const name : {"aten::floor_divide", "aten::floor_divide.Scalar"})
     table[name] = of_two(&floor_quotient);
   for (const char* const name : {"aten::div.Tensor_mode", "aten::div.Scalar_mode"}) table[name] = divide_rounded;
-  table["aten::trunc"] = [](Call& call) { call.returns(Tensors{truncated(call.tensor(0))}); };
-  table["aten::isnan"] = [](Call& call) { call.returns(Tensors{call.tensor(0).ne(call.tensor(0))}); };
+  table["aten::trunc"] = [](Call& call) { call.returns(truncated(call.tensor(0))); };
+  table["aten::isnan"] = [](Call& call) { call.returns(call.tensor(0).ne(call.tensor(0))); };
   table["aten::isneginf"] = [](Call& call) {
-    call.returns(Tensors{call.tensor(0).eq(-std::numeric_limits<double>::infinity())});
+    call.returns(call.tensor(0).eq(-std::numeric_limits<double>::infinity()));
   };
   table["aten::isposinf"] = [](Call& call) {
-    call.returns(Tensors{call.tensor(0).eq(std::numeric_limits<double>::infinity())});
+    call.returns(call.tensor(0).eq(std::numeric_limits<double>::infinity()));
   };
   table["aten::any"] = truth(true, false);
   table["aten::all"] = truth(false, false);
@@ -158,9 +151,6 @@ Value product(Call& call, std::size_t i, std::int64_t dimension, std::int64_t ot
   return call.program().dot(a, b, {dimension}, {other}, batch, batch);
 }
 
-void mm(Call& call) { call.returns({product(call, 0, 1, 0)}); }
-void bmm(Call& call) { call.returns({product(call, 0, 2, 1, {0})}); }
-void mv(Call& call) { call.returns({product(call, 0, 1, 0)}); }
 void dot(Call& call) {
   for (const std::size_t i : {0U, 1U})
     call.require(call.tensor(i).dim() == 1, text("its tensors have ", call.tensor(i).dim(), " dimensions, and not 1"));
@@ -171,27 +161,23 @@ void dot(Call& call) {
 void add_to(Call& call, const Value& product) {
   auto& program = call.program();
   const auto scaled = [&](const Value& value, std::size_t factor) {
-    return call.real(factor) == 1 ? value
-                                  : program.binary("stablehlo.multiply", value, call.number(factor, value.shape));
+    return call.real(factor) == 1 ? value : program.times(value, call.number(factor, value.shape));
   };
   if (call.real(3) == 0) return call.returns({scaled(product, 4)});  // also where x is not a number
   const auto x = call.value(0);
   const auto summand_of_x = spread(call, scaled(x, 3), product.shape.sizes);
-  call.returns({program.binary("stablehlo.add", summand_of_x, scaled(product, 4))});
+  call.returns({program.plus(summand_of_x, scaled(product, 4))});
 }
-
-void addmm(Call& call) { add_to(call, product(call, 1, 1, 0)); }
-void baddbmm(Call& call) { add_to(call, product(call, 1, 2, 1, {0})); }
 
 }  // namespace
 
 void add_products(Lowerings& table) {
-  table["aten::mm"] = mm;
-  table["aten::bmm"] = bmm;
-  table["aten::mv"] = mv;
+  for (const char* const name : {"aten::mm", "aten::mv"})
+    table[name] = [](Call& call) { call.returns({product(call, 0, 1, 0)}); };
+  table["aten::bmm"] = [](Call& call) { call.returns({product(call, 0, 2, 1, {0})}); };
   table["aten::dot"] = dot;
-  table["aten::addmm"] = addmm;
-  table["aten::baddbmm"] = baddbmm;
+  table["aten::addmm"] = [](Call& call) { add_to(call, product(call, 1, 1, 0)); };
+  table["aten::baddbmm"] = [](Call& call) { add_to(call, product(call, 1, 2, 1, {0})); };
 }
 
 }  // namespace lockstep::tpu

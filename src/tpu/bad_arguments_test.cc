@@ -123,7 +123,7 @@ TEST(BadArguments, AreRefusedAsByLibTorch) {
   const auto x = at::randn({4, 8, 6, 6});
   for (const auto& [name, act] : refused()) {
     EXPECT_THROW(act(x), c10::Error) << name;
-    TracedStep step(1, Trace::Target::cpu, [](const at::Tensor&) { return nullptr; });
+    TracedStep step(1, /*for_cpu=*/true, [](const at::Tensor&) { return nullptr; });
     const auto traced = step.add_inputs({x})[0];
     try {
       act(traced);
@@ -144,7 +144,7 @@ TEST(BadArguments, AreNamedWithTheOperatorAndItsPlace) {
 
 TEST(BadArguments, ATensorThatIsChangedKeepsItsShape) {
   const std::vector<at::Tensor> like{at::zeros({4, 1}), at::zeros({4, 3})};
-  TracedStep step(1, Trace::Target::cpu, [](const at::Tensor&) { return nullptr; });
+  TracedStep step(1, /*for_cpu=*/true, [](const at::Tensor&) { return nullptr; });
   const auto inputs = step.add_inputs(like);
   const auto message = message_of<InvalidArgument>([&] { inputs[0].add_(inputs[1]); });
   expect_says(message, "aten::add_ (operator 1 of the step): ");

@@ -39,9 +39,11 @@ Call::Call(Trace& trace, const c10::OperatorHandle& operation, torch::jit::Stack
   }
 }
 
+DType Call::dtype(std::size_t i, DType otherwise) const { return has(i) ? ops::dtype_of(dtype(i)) : otherwise; }
+
 pjrt::ProgramText& Call::program() { return trace_.program_; }
 
-bool Call::is_for_cpu() const { return trace_.target_ == Trace::Target::cpu; }
+bool Call::is_for_cpu() const { return trace_.for_cpu_; }
 
 Value Call::random_words(std::int64_t count) { return trace_.random_words(count); }
 
@@ -127,6 +129,8 @@ std::int64_t Call::dimension(std::int64_t i, std::size_t rank) const {
   if (i < -count || i >= count) refuse(text("a tensor of ", rank, " dimensions has no dimension ", i));
   return i < 0 ? i + count : i;
 }
+
+DType default_dtype() { return ops::dtype_of(at::typeMetaToScalarType(at::get_default_dtype())); }
 
 Sizes all_dimensions(std::size_t rank) {
   Sizes dimensions(rank);

@@ -32,7 +32,7 @@ class Call {
 
   const std::string& name() const { return name_; }  // "aten::add.Tensor"
   pjrt::ProgramText& program();
-  bool is_for_cpu() const;  // Trace::Target::cpu
+  bool is_for_cpu() const;  // the program
 
   bool writes_several() const { return writes_several_; }
 
@@ -49,6 +49,7 @@ class Call {
   Sizes integers(std::size_t i) const { return arguments_[i].toIntVector(); }
   std::string word(std::size_t i) const { return arguments_[i].toStringRef(); }
   at::ScalarType dtype(std::size_t i) const { return static_cast<at::ScalarType>(arguments_[i].toInt()); }
+  DType dtype(std::size_t i, DType otherwise) const;  // otherwise: where the argument names none
   const c10::IValue& argument(std::size_t i) const { return arguments_[i]; }
 
   // Argument i, a number, as each element.
@@ -69,6 +70,7 @@ class Call {
 
   void returns(std::vector<Value> results);
   void returns(const std::vector<at::Tensor>& results);  // of other operators; undefined ones too
+  void returns(const at::Tensor& result) { returns(std::vector<at::Tensor>{result}); }
   // Wraps the result for programs, also where functionalization calls.
   void returns_wrapped(Value result);
   void returns_none(std::size_t i);  // result i is undefined; the others are given
@@ -96,6 +98,7 @@ using Lowering = std::function<void(Call&)>;
 using Lowerings = std::map<std::string, Lowering>;
 const Lowerings& lowerings();
 
+DType default_dtype();                   // LibTorch's, of new tensors
 Sizes all_dimensions(std::size_t rank);  // 0, 1, ...
 
 // The dimensions that argument i, a number or a list, names; all where it names none.
@@ -103,6 +106,9 @@ Sizes dimensions_in(Call& call, std::size_t i, std::size_t rank);
 
 // x with the sizes that it has beside others: its dimensions are the last ones, and those of size 1 are repeated.
 Value spread(Call& call, const Value& x, const Sizes& sizes);
+
+// Argument 0 of a sum or a product, with the dtype that the argument in place `dtype` names; else integers are int64.
+Value summand(Call& call, std::size_t dtype);
 
 // The sum over dimensions, which vanish; 16-bit numbers are added in float32.
 Value sum_over(Call& call, const Value& x, const Sizes& dimensions);

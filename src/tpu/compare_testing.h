@@ -69,7 +69,7 @@ inline Tensors value_and_gradients(const Function& function, const Tensors& argu
 
 // operators: gets the names of those that the program was made of.
 inline void expect_same(const Function& function, Tensors arguments, double tolerance = 2e-5,
-                        std::set<std::string>* operators = nullptr, Trace::Target target = Trace::Target::cpu) {
+                        std::set<std::string>* operators = nullptr, bool for_cpu = true) {
   for (auto& argument : arguments) {
     argument = argument.detach().clone();
     if (argument.is_floating_point()) argument.requires_grad_();
@@ -80,7 +80,7 @@ inline void expect_same(const Function& function, Tensors arguments, double tole
   std::string program;
   std::size_t outputs = 0;
   {
-    Trace trace(target);
+    Trace trace(for_cpu);
     Tensors traced;
     for (const auto& argument : arguments)
       traced.push_back(

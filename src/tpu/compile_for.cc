@@ -9,9 +9,6 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
-#include "tpu/pjrt/executable.h"
-#include "tpu/step_trace.h"
-#include "tpu/variable.h"
 
 namespace lockstep::tpu {
 namespace {
@@ -52,7 +49,7 @@ class NotRun final : public ops::CompiledProgram {
   NotRun(std::string name, std::string chips) : name_(std::move(name)), chips_(std::move(chips)) {}
   std::uint64_t hash() const override { return 0; }
   std::unique_ptr<ops::LaunchedProgram> launch(Launch) override { refuse(); }
-  std::unique_ptr<ops::ProgramInputs> copy(const std::vector<std::vector<at::Tensor>>&) override { refuse(); }
+  ops::ProgramInputs copy(const std::vector<std::vector<at::Tensor>>&) override { refuse(); }
 
  private:
   [[noreturn]] void refuse() const {
@@ -88,8 +85,7 @@ class CompileFor final : public ops::ProgramDevices {
   std::unique_ptr<ops::CompiledProgram> compile(const Step& step) override {
     std::string program;
     {
-      TracedStep trace(replicas_, Trace::Target::others,
-                       [this](const at::Tensor& host) { return variables_.find(host); });
+      TracedStep trace(replicas_, /*for_cpu=*/false, [this](const at::Tensor& host) { return variables_.find(host); });
       ++counts_.traced;
       program = trace.finish(step.function(trace.add_inputs(step.inputs)), step.steps);
     }

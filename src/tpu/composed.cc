@@ -5,10 +5,8 @@
 
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include "base/text.h"
-#include "tpu/call.h"
 
 namespace lockstep::tpu {
 
@@ -18,7 +16,7 @@ namespace lockstep::tpu {
 namespace {
 
 // Repeats x along each dimension, one after the other.
-Tensors repeat(Call& call) {
+at::Tensor repeat(Call& call) {
   const auto times = call.integers(1);
   auto x = call.tensor(0);
   while (x.dim() < static_cast<std::int64_t>(times.size())) x = x.unsqueeze(0);
@@ -29,7 +27,7 @@ Tensors repeat(Call& call) {
     spread.insert(spread.end(), {count, x.size(i)});
     together.push_back(count * x.size(i));
   }
-  return {x.reshape(apart).expand(spread).reshape(together)};
+  return x.reshape(apart).expand(spread).reshape(together);
 }
 
 // Where the elements of windows along a dimension are in it: [windows * size].
@@ -40,7 +38,7 @@ at::Tensor places_in_windows(std::int64_t length, std::int64_t size, std::int64_
 }
 
 // Windows take the place of the dimension; their elements are a new last dimension.
-Tensors unfold(Call& call) {
+at::Tensor unfold(Call& call) {
   const auto x = call.tensor(0);
   const auto i = call.dimension(call.integer(1), static_cast<std::size_t>(x.dim()));
   const auto size = call.integer(2);
@@ -51,10 +49,10 @@ Tensors unfold(Call& call) {
   auto order = all_dimensions(sizes.size());
   order.erase(order.begin() + i + 1);
   order.push_back(i + 1);
-  return {picked.reshape(sizes).permute(order)};
+  return picked.reshape(sizes).permute(order);
 }
 
-Tensors unfold_backward(Call& call) {
+at::Tensor unfold_backward(Call& call) {
   const auto gradient = call.tensor(0);
   const auto sizes = call.integers(1);
   const auto i = call.dimension(call.integer(2), sizes.size());
@@ -63,7 +61,7 @@ Tensors unfold_backward(Call& call) {
   auto flat = sizes;
   flat[static_cast<std::size_t>(i)] = -1;
   const auto places = places_in_windows(sizes[static_cast<std::size_t>(i)], call.integer(3), call.integer(4), gradient);
-  return {at::zeros(sizes, gradient.options()).index_add(i, places, gradient.permute(order).reshape(flat))};
+  return at::zeros(sizes, gradient.options()).index_add(i, places, gradient.permute(order).reshape(flat));
 }
 
 // Gates of LibTorch's recurrent layers, [batch, gates * width], with their biases.
@@ -116,12 +114,12 @@ Tensors gru_cell_backward(Call& call) {
 }
 
 // A row of -inf alone becomes 0, and not NaN: attention of a query that may see nothing.
-Tensors safe_softmax(Call& call) {
+at::Tensor safe_softmax(Call& call) {
   const auto x = call.has(2) ? call.tensor(0).to(call.dtype(2)) : call.tensor(0);
   const auto dimension = call.integer(1);
   const auto sees_nothing = x.eq(-std::numeric_limits<double>::infinity()).all(dimension, true);
   const auto result = at::_softmax(x, dimension, false);
-  return {at::where(sees_nothing, at::zeros_like(result), result)};
+  return at::where(sees_nothing, at::zeros_like(result), result);
 }
 
 Tensors variance_of(Call& call, bool with_mean) {
@@ -138,16 +136,16 @@ Tensors variance_of(Call& call, bool with_mean) {
   return {variance, keeps ? mean : mean.reshape(variance.sizes())};
 }
 
-Tensors vector_norm(Call& call) {
+at::Tensor vector_norm(Call& call) {
   const auto x = call.has(4) ? call.tensor(0).to(call.dtype(4)) : call.tensor(0);
   const double order = call.real(1);
   const auto dimensions = dimensions_in(call, 2, static_cast<std::size_t>(x.dim()));
   const bool keeps = call.flag(3);
-  if (order == 2) return {x.square().sum(dimensions, keeps).sqrt()};
-  if (order == 1) return {x.abs().sum(dimensions, keeps)};
-  if (order == 0) return {x.ne(0).to(x.scalar_type()).sum(dimensions, keeps)};
-  if (std::isinf(order)) return {order > 0 ? x.abs().amax(dimensions, keeps) : x.abs().amin(dimensions, keeps)};
-  return {x.abs().pow(order).sum(dimensions, keeps).pow(1 / order)};
+  if (order == 2) return x.square().sum(dimensions, keeps).sqrt();
+  if (order == 1) return x.abs().sum(dimensions, keeps);
+  if (order == 0) return x.ne(0).to(x.scalar_type()).sum(dimensions, keeps);
+  if (std::isinf(order)) return order > 0 ? x.abs().amax(dimensions, keeps) : x.abs().amin(dimensions, keeps);
+  return x.abs().pow(order).sum(dimensions, keeps).pow(1 / order);
 }
 
 at::Tensor by_reduction(const at::Tensor& values, std::int64_t reduction) {
@@ -159,36 +157,36 @@ at::Tensor of_reduced(const at::Tensor& gradient, const at::Tensor& like, std::i
   return reduction == 1 ? gradient / static_cast<double>(like.numel()) : gradient;
 }
 
-Tensors huber(Call& call) {
+at::Tensor huber(Call& call) {
   const auto error = (call.tensor(0) - call.tensor(1)).abs();
   const double delta = call.real(3);
   const auto values = at::where(error <= delta, 0.5 * error.square(), delta * (error - 0.5 * delta));
-  return {by_reduction(values, call.integer(2))};
+  return by_reduction(values, call.integer(2));
 }
 
-Tensors huber_backward(Call& call) {
+at::Tensor huber_backward(Call& call) {
   const auto error = call.tensor(1) - call.tensor(2);
   const double delta = call.real(4);
-  return {error.clamp(-delta, delta) * of_reduced(call.tensor(0), error, call.integer(3))};
+  return error.clamp(-delta, delta) * of_reduced(call.tensor(0), error, call.integer(3));
 }
 
-Tensors smooth_l1(Call& call) {
+at::Tensor smooth_l1(Call& call) {
   const auto error = (call.tensor(0) - call.tensor(1)).abs();
   const double beta = call.real(3);
-  if (beta == 0) return {by_reduction(error, call.integer(2))};
+  if (beta == 0) return by_reduction(error, call.integer(2));
   const auto values = at::where(error < beta, 0.5 * error.square() / beta, error - 0.5 * beta);
-  return {by_reduction(values, call.integer(2))};
+  return by_reduction(values, call.integer(2));
 }
 
-Tensors smooth_l1_backward(Call& call) {
+at::Tensor smooth_l1_backward(Call& call) {
   const auto error = call.tensor(1) - call.tensor(2);
   const double beta = call.real(4);
   const auto slope = beta == 0 ? error.sign() : (error / beta).clamp(-1, 1);
-  return {slope * of_reduced(call.tensor(0), error, call.integer(3))};
+  return slope * of_reduced(call.tensor(0), error, call.integer(3));
 }
 
 // max(x, 0) - x y + log(1 + exp(-|x|)), with the weight of positives. x may be spread to the sizes of y.
-Tensors cross_entropy_with_logits(Call& call) {
+at::Tensor cross_entropy_with_logits(Call& call) {
   const auto x = call.tensor(0), y = call.tensor(1);
   call.require(at::IntArrayRef(at::infer_size(x.sizes(), y.sizes())) == y.sizes(),
                text("the input's sizes are ", x.sizes(), ", the target's ", y.sizes()));
@@ -196,88 +194,83 @@ Tensors cross_entropy_with_logits(Call& call) {
   auto values = (1 - y) * x;
   values = values + (call.has(3) ? ((call.tensor(3) - 1) * y + 1) * negative : negative);
   if (call.has(2)) values = values * call.tensor(2);
-  return {by_reduction(values, call.integer(4))};
+  return by_reduction(values, call.integer(4));
 }
 
 // Logarithms of at least -100, as in LibTorch.
-Tensors cross_entropy_of_two(Call& call) {
+at::Tensor cross_entropy_of_two(Call& call) {
   const auto x = call.tensor(0), y = call.tensor(1);
   call.require(x.sizes() == y.sizes(),
                text("the input's sizes are ", x.sizes(), ", the target's ", y.sizes(), "; they must be equal"));
   auto values = -(y * x.log().clamp_min(-100) + (1 - y) * (1 - x).log().clamp_min(-100));
   if (call.has(2)) values = values * call.tensor(2);
-  return {by_reduction(values, call.integer(3))};
+  return by_reduction(values, call.integer(3));
 }
 
-Tensors cross_entropy_of_two_backward(Call& call) {
+at::Tensor cross_entropy_of_two_backward(Call& call) {
   const auto x = call.tensor(1), y = call.tensor(2);
   auto gradient = (x - y) / (x * (1 - x)).clamp_min(1e-12) * of_reduced(call.tensor(0), x, call.integer(4));
   if (call.has(3)) gradient = gradient * call.tensor(3);
-  return {gradient};
+  return gradient;
 }
 
 at::Tensor softplus_of(const at::Tensor& x) { return (x.clamp_min(0) + (-x.abs()).exp().log1p()); }
 
 void add_activations(Lowerings& table) {
-  table["aten::softplus"] = composed([](Call& call) -> Tensors {
+  table["aten::softplus"] = composed([](Call& call) {
     const auto x = call.tensor(0);
     const double beta = call.real(1), threshold = call.real(2);
-    return {at::where(x * beta > threshold, x, softplus_of(x * beta) / beta)};
+    return at::where(x * beta > threshold, x, softplus_of(x * beta) / beta);
   });
-  table["aten::softplus_backward"] = composed([](Call& call) -> Tensors {
+  table["aten::softplus_backward"] = composed([](Call& call) {
     const auto x = call.tensor(1);
     const double beta = call.real(2), threshold = call.real(3);
-    return {at::where(x * beta > threshold, call.tensor(0), call.tensor(0) * at::sigmoid(x * beta))};
+    return at::where(x * beta > threshold, call.tensor(0), call.tensor(0) * at::sigmoid(x * beta));
   });
-  table["aten::log_sigmoid_forward"] = composed([](Call& call) -> Tensors {
+  table["aten::log_sigmoid_forward"] = composed([](Call& call) {
     const auto x = call.tensor(0);
-    return {-softplus_of(-x), at::zeros_like(x)};
+    return Tensors{-softplus_of(-x), at::zeros_like(x)};
   });
   table["aten::log_sigmoid_backward"] =
-      composed([](Call& call) -> Tensors { return {call.tensor(0) * at::sigmoid(-call.tensor(1))}; });
-  table["aten::leaky_relu"] = composed([](Call& call) -> Tensors {
-    return {at::where(call.tensor(0) > 0, call.tensor(0), call.tensor(0) * call.scalar(1))};
-  });
-  table["aten::leaky_relu_backward"] = composed([](Call& call) -> Tensors {
-    return {at::where(call.tensor(1) > 0, call.tensor(0), call.tensor(0) * call.scalar(2))};
-  });
-  table["aten::elu"] = composed([](Call& call) -> Tensors {
+      composed([](Call& call) { return call.tensor(0) * at::sigmoid(-call.tensor(1)); });
+  table["aten::leaky_relu"] = composed(
+      [](Call& call) { return at::where(call.tensor(0) > 0, call.tensor(0), call.tensor(0) * call.scalar(1)); });
+  table["aten::leaky_relu_backward"] = composed(
+      [](Call& call) { return at::where(call.tensor(1) > 0, call.tensor(0), call.tensor(0) * call.scalar(2)); });
+  table["aten::elu"] = composed([](Call& call) {
     const auto x = call.tensor(0);
     const auto negative = (x * call.scalar(3)).expm1() * call.scalar(1);
-    return {at::where(x > 0, x, negative) * call.scalar(2)};
+    return at::where(x > 0, x, negative) * call.scalar(2);
   });
-  table["aten::elu_backward"] = composed([](Call& call) -> Tensors {
+  table["aten::elu_backward"] = composed([](Call& call) {
     const auto gradient = call.tensor(0), x = call.tensor(5);  // or the result
     const double alpha = call.real(1), scale = call.real(2), input_scale = call.real(3);
     const auto negative =
         call.flag(4) ? (x + alpha * scale) * input_scale : (x * input_scale).exp() * alpha * scale * input_scale;
-    return {gradient * at::where(x > 0, at::full_like(x, scale), negative)};
+    return gradient * at::where(x > 0, at::full_like(x, scale), negative);
   });
-  table["aten::hardtanh"] =
-      composed([](Call& call) -> Tensors { return {call.tensor(0).clamp(call.scalar(1), call.scalar(2))}; });
-  table["aten::hardtanh_backward"] = composed([](Call& call) -> Tensors {
+  table["aten::hardtanh"] = composed([](Call& call) { return call.tensor(0).clamp(call.scalar(1), call.scalar(2)); });
+  table["aten::hardtanh_backward"] = composed([](Call& call) {
     const auto x = call.tensor(1);
     const auto inside = (x > call.scalar(2)).logical_and(x < call.scalar(3));
-    return {at::where(inside, call.tensor(0), at::zeros_like(x))};
+    return at::where(inside, call.tensor(0), at::zeros_like(x));
   });
-  table["aten::hardsigmoid"] = composed([](Call& call) -> Tensors { return {(call.tensor(0) + 3).clamp(0, 6) / 6}; });
-  table["aten::hardsigmoid_backward"] = composed([](Call& call) -> Tensors {
+  table["aten::hardsigmoid"] = composed([](Call& call) { return (call.tensor(0) + 3).clamp(0, 6) / 6; });
+  table["aten::hardsigmoid_backward"] = composed([](Call& call) {
     const auto inside = call.tensor(1).abs() < 3;
-    return {at::where(inside, call.tensor(0) / 6, at::zeros_like(call.tensor(0)))};
+    return at::where(inside, call.tensor(0) / 6, at::zeros_like(call.tensor(0)));
   });
-  table["aten::hardswish"] =
-      composed([](Call& call) -> Tensors { return {call.tensor(0) * (call.tensor(0) + 3).clamp(0, 6) / 6}; });
-  table["aten::hardswish_backward"] = composed([](Call& call) -> Tensors {
+  table["aten::hardswish"] = composed([](Call& call) { return call.tensor(0) * (call.tensor(0) + 3).clamp(0, 6) / 6; });
+  table["aten::hardswish_backward"] = composed([](Call& call) {
     const auto gradient = call.tensor(0), x = call.tensor(1);
     const auto inner = gradient * (x / 3 + 0.5);
-    return {at::where(x < -3, at::zeros_like(x), at::where(x <= 3, inner, gradient))};
+    return at::where(x < -3, at::zeros_like(x), at::where(x <= 3, inner, gradient));
   });
-  table["aten::mish"] =
-      composed([](Call& call) -> Tensors { return {call.tensor(0) * at::tanh(softplus_of(call.tensor(0)))}; });
-  table["aten::mish_backward"] = composed([](Call& call) -> Tensors {
+  table["aten::mish"] = composed([](Call& call) { return call.tensor(0) * at::tanh(softplus_of(call.tensor(0))); });
+  table["aten::mish_backward"] = composed([](Call& call) {
     const auto x = call.tensor(1);
     const auto t = at::tanh(softplus_of(x));
-    return {call.tensor(0) * (t + x * (1 - t.square()) * at::sigmoid(x))};
+    return call.tensor(0) * (t + x * (1 - t.square()) * at::sigmoid(x));
   });
 }
 
@@ -306,7 +299,7 @@ void add_composed(Lowerings& table) {
   table["aten::_safe_softmax"] = composed(safe_softmax);
   table["aten::var.correction"] = composed([](Call& call) { return variance_of(call, false); });
   table["aten::var_mean.correction"] = composed([](Call& call) { return variance_of(call, true); });
-  table["aten::std.correction"] = composed([](Call& call) -> Tensors { return {variance_of(call, false)[0].sqrt()}; });
+  table["aten::std.correction"] = composed([](Call& call) { return variance_of(call, false)[0].sqrt(); });
   table["aten::linalg_vector_norm"] = composed(vector_norm);
 }
 

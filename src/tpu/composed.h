@@ -15,9 +15,10 @@ namespace lockstep::tpu {
 
 using Tensors = std::vector<at::Tensor>;
 
-// `make` gives the operator's results, of which some may be undefined.
-inline Lowering composed(std::function<Tensors(Call&)> make) {
-  return [make = std::move(make)](Call& call) { call.returns(make(call)); };
+// `make` gives the operator's result, or several, of which some may be undefined.
+template <class Make>
+Lowering composed(Make make) {
+  return [make](Call& call) { call.returns(make(call)); };
 }
 
 // Argument i, or undefined.

@@ -2,13 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <functional>
 #include <numeric>
 #include <tuple>
 
 #include "base/text.h"
-#include "lockstep/base/error.h"
-#include "tpu/call.h"
 
 namespace lockstep::tpu {
 
@@ -132,47 +129,43 @@ std::string padding_of(const Window& window) {
   return text("padding = dense<[", pairs, "]> : tensor<", window.low.size(), "x2xi64>");
 }
 
-// The two dimensions of an array that are not spatial: their letters in StableHLO, and whether the second one comes
-// after the spatial ones.
-struct Axes {
-  char first, second;
-  bool last = false;
-
-  std::string print(std::size_t rank) const {
-    std::string spatial;
-    for (std::size_t i = 0; i < rank; ++i) spatial += text(", ", i);
-    return last ? text("[", first, spatial, ", ", second, "]") : text("[", first, ", ", second, spatial, "]");
+// The order of an array's dimensions in StableHLO: "b*f" for [b, 0, 1, f]. The spatial dimensions stand at the star.
+std::string order_of(std::string_view letters, std::size_t rank) {
+  std::vector<std::string> order;
+  for (const char letter : letters) {
+    if (letter != '*') order.emplace_back(1, letter);
+    for (std::size_t i = 0; letter == '*' && i < rank; ++i) order.push_back(std::to_string(i));
   }
-};
+  return text("[", join(order), "]");
+}
 
-// The orders of the dimensions of x, the weight and the result.
-struct Order {
-  Axes x, weight, result;
-};
+// The orders of x, the weight and the result.
+using Orders = std::array<std::string_view, 3>;
 
-// x * weight: [b, f, ...] and [o, i, ...], or as `order` says; its arrays whose channels are last are given, and
+// x * weight: [b, f, ...] and [o, i, ...], or as `orders` says; its arrays whose channels are last are given, and
 // returned, with the channels second. Convolutions are fastest where the channels come last, so that chains of
 // operators between two of them are made in that order (ProgramText::elementwise).
 Value convolve(Call& call, const Value& x, const Value& weight, const Shape& result, const Window& window,
-               const Order& order, std::int64_t feature_groups, std::int64_t batch_groups) {
+               const Orders& orders, std::int64_t feature_groups, std::int64_t batch_groups) {
   auto& program = call.program();
   const auto rank = window.stride.size();
   const auto permutation = channels_last(rank);
-  const auto as = [&](const Value& value, const Axes& axes) {
-    return axes.last ? program.transpose(value, permutation) : value;
+  const auto has_channels_last = [&](std::size_t i) { return !orders[i].ends_with('*'); };
+  const auto as = [&](const Value& value, std::size_t i) {
+    return has_channels_last(i) ? program.transpose(value, permutation) : value;
   };
-  const Shape computed{result.dtype, order.result.last ? pjrt::permuted(result.sizes, permutation) : result.sizes};
+  const Shape computed{result.dtype, has_channels_last(2) ? pjrt::permuted(result.sizes, permutation) : result.sizes};
   const auto made = program.add(
-      "stablehlo.convolution", {as(x, order.x), as(weight, order.weight)}, computed,
-      text("dimension_numbers = #stablehlo.conv<", order.x.print(rank), "x", order.weight.print(rank), "->",
-           order.result.print(rank), ">, window_strides = ", pjrt::array_of(window.stride), ", ", padding_of(window),
+      "stablehlo.convolution", {as(x, 0), as(weight, 1)}, computed,
+      text("dimension_numbers = #stablehlo.conv<", order_of(orders[0], rank), "x", order_of(orders[1], rank), "->",
+           order_of(orders[2], rank), ">, window_strides = ", pjrt::array_of(window.stride), ", ", padding_of(window),
            ", lhs_dilation = ", pjrt::array_of(window.dilation_of_x),
            ", rhs_dilation = ", pjrt::array_of(window.dilation_of_weight), ", feature_group_count = ", feature_groups,
            " : i64, batch_group_count = ", batch_groups, " : i64, ", pjrt::kHighestPrecision));
-  return order.result.last ? program.transpose(made, pjrt::inverse(permutation)) : made;
+  return has_channels_last(2) ? program.transpose(made, pjrt::inverse(permutation)) : made;
 }
 
-constexpr Order kForward{{'b', 'f', true}, {'o', 'i'}, {'b', 'f', true}};
+constexpr Orders kForward{"b*f", "oi*", "b*f"};
 
 Value reversed(Call& call, const Value& weight) {
   Sizes dimensions;
@@ -239,9 +232,8 @@ Value gradient_of_channels(Call& call, const Value& gradient, const Value& x, co
     window.high.push_back(options.dilation[i] * (sizes[i + 2] - 1) + spread - x.shape.sizes[i + 2] -
                           options.padding[i]);
   }
-  auto result = sizes;
-  constexpr Order kOrder{{'f', 'b', true}, {'i', 'o', true}, {'f', 'b'}};
-  return convolve(call, x, gradient, {gradient.shape.dtype, result}, window, kOrder, 1, options.groups);
+  constexpr Orders kOrders{"f*b", "i*o", "fb*"};
+  return convolve(call, x, gradient, {gradient.shape.dtype, sizes}, window, kOrders, 1, options.groups);
 }
 
 // x with zeros after it in `dimension`, up to `size`; the compiler does not take the zeros away.
@@ -273,7 +265,7 @@ Value gradient_of_weight(Call& call, const Value& gradient, const Value& x, cons
 Value with_bias(Call& call, const Value& y, std::size_t place) {
   if (!call.has(place)) return y;
   const auto bias = call.program().broadcast(call.value(place), y.shape.sizes, {1});
-  return call.program().binary("stablehlo.add", y, bias);
+  return call.program().plus(y, bias);
 }
 
 // A transposed convolution is the gradient of forward's x; its weight is [in, out / groups, ...].

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <set>
 
 #include "base/hash.h"
 #include "base/log.h"
@@ -19,18 +20,16 @@ std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const 
                                               Deadline deadline) {
   const auto options = pjrt::plugin_options(devices.options);
   static Mutex mutex;
-  struct Known {
-    std::weak_ptr<const pjrt::Client> client;
-    bool never_opened = false;  // a thread is in the plugin still
-  };
-  static std::map<std::pair<std::string, pjrt::Options>, Known> clients;  // guarded by it
+  using Key = std::pair<std::string, pjrt::Options>;
+  static std::map<Key, std::weak_ptr<const pjrt::Client>> clients;  // guarded by it
+  static std::set<Key> never_opened;                                // guarded by it: a thread is in the plugin still
   const MutexLock lock(mutex);
-  auto& known = clients[{plugin.path(), options}];
-  if (known.never_opened) {
+  const Key key{plugin.path(), options};
+  if (never_opened.contains(key)) {
     throw DeviceError(text(plugin.path(), ": an earlier call has waited in vain for the plugin to open its devices; ",
                            "start the process again"));
   }
-  if (auto client = known.client.lock()) {
+  if (auto client = clients[key].lock()) {
     if (!client->failure().empty()) {
       throw ClusterError(text(plugin.path(),
                               ": the devices are still open from a training with a process that failed (",
@@ -45,10 +44,10 @@ std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const 
   if (devices.processes) store = devices.processes->store.prefixed("plugin/");
   try {
     const std::shared_ptr<const pjrt::Client> made = pjrt::Client::create(plugin, deadline, options, store);
-    known.client = made;
+    clients[key] = made;
     return made;
   } catch (const DeadlineExceeded&) {
-    known.never_opened = true;
+    never_opened.insert(key);
     throw;
   }
 }
@@ -155,8 +154,8 @@ std::unique_ptr<ops::CompiledProgram> Devices::compile(const Step& step) {
   StepLayout layout;
   std::string program;
   {
-    const auto target = replicas_.client->platform() == "cpu" ? Trace::Target::cpu : Trace::Target::others;
-    TracedStep trace(all_replicas(), target, [this](const at::Tensor& host) { return variables_.find(host); });
+    const bool for_cpu = replicas_.client->platform() == "cpu";
+    TracedStep trace(all_replicas(), for_cpu, [this](const at::Tensor& host) { return variables_.find(host); });
     ++counts_.traced;
     program = trace.finish(step.function(trace.add_inputs(step.inputs)), step.steps);
     layout = trace.layout();
@@ -186,27 +185,28 @@ std::vector<std::pair<std::string, bool>> Devices::switches() const {
   return {{"xla_cpu_use_xnnpack", false}};
 }
 
-pjrt::Executable Devices::compiled(const std::string& name, const ProgramKey& key) const {
+pjrt::Executable Devices::compiled(const std::string& name, const std::string& text,
+                                   const pjrt::CompileOptions& options) const {
   try {
-    return pjrt::Executable::compile(replicas_.client, key.text, key.options);
+    return pjrt::Executable::compile(replicas_.client, text, options);
   } catch (const DeviceError& error) {
-    throw DeviceError(text(name, " for ", all_replicas(), " x ", kind(), ": ", error.what()));
+    throw DeviceError(lockstep::text(name, " for ", all_replicas(), " x ", kind(), ": ", error.what()));
   }
 }
 
 std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& name, const std::string& text) {
   const auto known = executables_.find(text);
   if (known != executables_.end()) return known->second;
-  const ProgramKey key{text,
-                       {.replicas = all_replicas(), .devices = replicas_.of_all_processes, .switches = switches()}};
+  const pjrt::CompileOptions options{
+      .replicas = all_replicas(), .devices = replicas_.of_all_processes, .switches = switches()};
   const auto begin = std::chrono::steady_clock::now();
-  auto stored = cache_.find(key);
+  auto stored = cache_.find(text, options);
   if (stored && !has_our_devices(*stored)) {
     log_warning("a program in LOCKSTEP_CACHE is for other devices, and compiled again");
     stored.reset();
   }
   const bool is_stored = stored.has_value();
-  auto made = std::make_shared<const pjrt::Executable>(is_stored ? *std::move(stored) : compiled(name, key));
+  auto made = std::make_shared<const pjrt::Executable>(is_stored ? *std::move(stored) : compiled(name, text, options));
   if (!has_our_devices(*made)) {
     throw DeviceError(lockstep::text(replicas_.client->plugin().path(), ": ", name,
                                      " was compiled for other devices than were asked for"));
@@ -219,7 +219,7 @@ std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& n
   }
   if (!is_stored) {
     ++counts_.compiled;
-    cache_.store(key, *made);
+    cache_.store(text, options, *made);
   }
   counts_.bytes = bytes_of(made->program());
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;

@@ -18,16 +18,11 @@ namespace lockstep::tpu {
 
 // Compiled programs on disk, in the folder that the environment's LOCKSTEP_CACHE names.
 
-// All that decides the compiler's result.
-struct ProgramKey {
-  std::string text;
-  pjrt::CompileOptions options;
-};
-
 // The flags that the compilers of plugins take from the environment, in lines.
 std::string compiler_flags();
 
-// One thread at a time; processes of one user may share a folder. Each file has the whole key, which is compared.
+// A program's key is its text, with the options and all else that decides the compiler's result. One thread at a time;
+// processes of one user may share a folder. Each file has the whole key, which is compared.
 class ProgramCache {
  public:
   // Makes the folder if need be. Throws InvalidArgument where others may write in it: their programs would run here.
@@ -35,14 +30,14 @@ class ProgramCache {
 
   // The program, where it was stored by the same version of the plugin for devices of the same kind. A file that is
   // damaged, of another key, of another user, or that the plugin does not take, gives a warning, and nothing.
-  std::optional<pjrt::Executable> find(const ProgramKey& key) const;
+  std::optional<pjrt::Executable> find(const std::string& text, const pjrt::CompileOptions& options) const;
 
   // Warns where the program cannot be stored.
-  void store(const ProgramKey& key, const pjrt::Executable& executable) const;
+  void store(const std::string& text, const pjrt::CompileOptions& options, const pjrt::Executable& executable) const;
 
  private:
-  std::string describe(const ProgramKey& key) const;
-  std::string name_of(const std::string& description) const;
+  std::string key_of(const std::string& text, const pjrt::CompileOptions& options) const;
+  std::string name_of(const std::string& key) const;
 
   const std::shared_ptr<const pjrt::Client> client_;
   const std::string folder_;  // empty: there is none
@@ -62,7 +57,7 @@ class StepProgram final : public ops::CompiledProgram {
         hash_(hash) {}
 
   std::uint64_t hash() const override { return hash_; }
-  std::unique_ptr<ops::ProgramInputs> copy(const std::vector<std::vector<at::Tensor>>& inputs) override;
+  ops::ProgramInputs copy(const std::vector<std::vector<at::Tensor>>& inputs) override;
   std::unique_ptr<ops::LaunchedProgram> launch(Launch launch) override;
 
  private:
@@ -98,7 +93,8 @@ class Devices final : public ops::ProgramDevices {
  private:
   std::vector<std::pair<std::string, bool>> switches() const;
   bool has_our_devices(const pjrt::Executable& executable) const;
-  pjrt::Executable compiled(const std::string& name, const ProgramKey& key) const;
+  pjrt::Executable compiled(const std::string& name, const std::string& text,
+                            const pjrt::CompileOptions& options) const;
   std::shared_ptr<const pjrt::Executable> executable(const std::string& name, const std::string& text);
 
   Replicas replicas_;

@@ -67,9 +67,9 @@ void gather(Call& call) {
 
 // The reducer that replaces the old value.
 std::string replacement(DType dtype) {
-  const auto scalar = pjrt::type_of({dtype, {}});
-  return text("({\n  ^bb0(%before: ", scalar, ", %after: ", scalar, "):\n    \"stablehlo.return\"(%after) : (", scalar,
-              ") -> ()\n  }) ");
+  const Shape scalar{dtype, {}};
+  return pjrt::ProgramText::region(
+      {scalar, scalar}, [](pjrt::ProgramText&, const std::vector<Value>& both) { return std::vector<Value>{both[1]}; });
 }
 
 // x with `values`, of the sizes of `index`, at its places.
@@ -136,7 +136,7 @@ void index_add(Call& call) {
   auto& program = call.program();
   const auto x = call.value(0), index = call.value(2);
   auto source = program.convert(call.value(3), x.shape.dtype);
-  if (call.real(4) != 1) source = program.binary("stablehlo.multiply", source, call.number(4, source.shape));
+  if (call.real(4) != 1) source = program.times(source, call.number(4, source.shape));
   const auto dimension = call.dimension(call.integer(1), x.shape.sizes.size());
   auto others = all_dimensions(x.shape.sizes.size());
   others.erase(others.begin() + dimension);
@@ -206,7 +206,7 @@ at::Tensor in_place(const Indexed& all, const at::Tensor& rows) {
 
 void index(Call& call) {
   const auto all = indexed(call);
-  call.returns(std::vector<at::Tensor>{in_place(all, all.rows.index_select(0, all.places))});
+  call.returns(in_place(all, all.rows.index_select(0, all.places)));
 }
 
 void index_put(Call& call) {
@@ -228,7 +228,7 @@ void index_put(Call& call) {
     sizes.push_back(x.size(all.order[i]));
     back[static_cast<std::size_t>(all.order[i])] = static_cast<std::int64_t>(i);
   }
-  call.returns(std::vector<at::Tensor>{changed.reshape(sizes).permute(back)});
+  call.returns(changed.reshape(sizes).permute(back));
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <numeric>
-#include <vector>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -12,27 +11,22 @@ namespace lockstep::tpu {
 
 namespace {
 
-struct Statistics {
-  at::Tensor mean, variance;  // [channels]; the variance divides by the count
-  at::Tensor count;           // scalar: values of a channel that count
-};
-
-Statistics of_batch(const at::Tensor& x, const at::Tensor& counts) {
-  const auto dimensions = all_but_channels(x.dim());
+// How many values of a channel count, a scalar.
+at::Tensor values_that_count(const at::Tensor& x, const at::Tensor& counts) {
   const double values_of_a_row = static_cast<double>(x.numel()) / static_cast<double>(x.size(0) * x.size(1));
-  if (!counts.defined()) {
-    const auto mean = x.mean(dimensions);
-    const auto variance = (x - along_channels(mean, x)).square().mean(dimensions);
-    return {mean, variance, at::full({}, values_of_a_row * static_cast<double>(x.size(0)), x.options())};
-  }
+  return counts.defined() ? (counts.sum() * values_of_a_row).to(x.scalar_type())
+                          : at::full({}, values_of_a_row * static_cast<double>(x.size(0)), x.options());
+}
+
+// The mean of each channel's values that count.
+at::Tensor mean_of_batch(const at::Tensor& x, const at::Tensor& counts) {
+  const auto dimensions = all_but_channels(x.dim());
+  if (!counts.defined()) return x.mean(dimensions);
   std::vector<std::int64_t> sizes(static_cast<std::size_t>(x.dim()), 1);
   sizes[0] = x.size(0);
   const auto mask = counts.to(x.scalar_type()).reshape(sizes);
-  const auto count = (counts.sum() * values_of_a_row).to(x.scalar_type());
-  const auto some = count.clamp_min(1);  // where nothing counts, nothing is used either
-  const auto mean = (x * mask).sum(dimensions) / some;
-  const auto variance = ((x - along_channels(mean, x)).square() * mask).sum(dimensions) / some;
-  return {mean, variance, count};
+  const auto some = values_that_count(x, counts).clamp_min(1);  // where nothing counts, nothing is used either
+  return (x * mask).sum(dimensions) / some;
 }
 
 // As in LibTorch, the variance that is kept divides by the count less one.
@@ -69,11 +63,11 @@ at::Tensor batch_norm(const ops::OperatorCall& call, const at::Tensor& counts) {
   const auto x = input.to(at::promote_types(input.scalar_type(), at::kFloat));
   auto mean = running_mean, variance = running_var;
   if (training || !mean.defined()) {
-    const auto batch = of_batch(x, counts);
-    mean = batch.mean;
-    variance = batch.variance;
+    mean = mean_of_batch(x, counts);
+    variance = mean_of_batch((x - along_channels(mean, x)).square(), counts);
     if (training && running_mean.defined()) {
-      const auto unbiased = variance * (batch.count / (batch.count - 1).clamp_min(1));
+      const auto count = values_that_count(x, counts);
+      const auto unbiased = variance * (count / (count - 1).clamp_min(1));
       update(running_mean, mean, momentum, counts);
       update(running_var, unbiased, momentum, counts);
     }

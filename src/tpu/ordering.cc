@@ -5,36 +5,24 @@
 #include <cmath>
 
 #include "base/text.h"
-#include "ops/tensors.h"
 #include "tpu/call.h"
 
 namespace lockstep::tpu {
 namespace {
 
-// True where %a comes before %b, both of `dtype`. NaN is the largest number, as in LibTorch.
+// True where the first of two elements of `dtype` comes before the second. NaN is the largest number, as in LibTorch.
 std::string comparison(DType dtype, bool descending) {
-  const auto scalar = pjrt::type_of({dtype, {}}), index = pjrt::type_of({DType::int64, {}}),
-             flag = pjrt::type_of({DType::boolean, {}});
-  const auto compare = [&](const char* name, const char* a, const char* b, const char* direction) {
-    return text("    ", name, " = \"stablehlo.compare\"(", a, ", ", b,
-                ") {comparison_direction = #stablehlo<comparison_direction ", direction, ">} : (", scalar, ", ", scalar,
-                ") -> ", flag, "\n");
+  const Shape scalar{dtype, {}}, index{DType::int64, {}};
+  const auto compare = [&](pjrt::ProgramText& inside, const std::vector<Value>& arguments) {
+    const auto &first = arguments[descending ? 1 : 0], &second = arguments[descending ? 0 : 1];
+    const auto less = inside.compare("LT", first, second);
+    if (!pjrt::is_floating(dtype)) return std::vector<Value>{less};
+    const auto second_is_nan = inside.compare("NE", second, second),
+               first_is_number = inside.compare("EQ", first, first);
+    const auto only_second = inside.binary("stablehlo.and", second_is_nan, first_is_number);
+    return std::vector<Value>{inside.binary("stablehlo.or", less, only_second)};
   };
-  const auto both = [&](const char* name, const char* operation, const char* a, const char* b) {
-    return text("    ", name, " = \"stablehlo.", operation, "\"(", a, ", ", b, ") : (", flag, ", ", flag, ") -> ", flag,
-                "\n");
-  };
-  const char *first = descending ? "%b" : "%a", *second = descending ? "%a" : "%b";
-  auto body = compare("%less", first, second, "LT");
-  std::string result = "%less";
-  if (pjrt::is_floating(dtype)) {  // or the second is NaN, and the first is not
-    body += compare("%second_is_nan", second, second, "NE") + compare("%first_is_number", first, first, "EQ") +
-            both("%only_second", "and", "%second_is_nan", "%first_is_number") +
-            both("%before", "or", "%less", "%only_second");
-    result = "%before";
-  }
-  return text("({\n  ^bb0(%a: ", scalar, ", %b: ", scalar, ", %i: ", index, ", %j: ", index, "):\n", body,
-              "    \"stablehlo.return\"(", result, ") : (", flag, ") -> ()\n  }) ");
+  return pjrt::ProgramText::region({scalar, scalar, index, index}, compare);
 }
 
 // The elements in order along a dimension, and where they were. Equal ones stay in their order.
@@ -71,12 +59,7 @@ void top_k(Call& call) {
 // Takes a step for each power of two below the size: each adds the elements 1, 2, 4, ... places before.
 void cumulate(Call& call, std::string_view operation, double neutral) {
   auto& program = call.program();
-  auto x = call.value(0);
-  if (call.has(2)) {
-    x = program.convert(x, ops::dtype_of(call.dtype(2)));
-  } else if (!pjrt::is_floating(x.shape.dtype)) {
-    x = program.convert(x, DType::int64);
-  }
+  auto x = summand(call, 2);
   const auto rank = x.shape.sizes.size();
   if (rank == 0) return call.returns({x});
   const auto dimension = static_cast<std::size_t>(dimension_of(call, 1, x));
@@ -95,24 +78,23 @@ void arithmetic_sequence(Call& call, double begin, double step, const Shape& sha
   const bool is_whole = !pjrt::is_floating(shape.dtype) && step == std::floor(step);
   const Shape exact{is_whole ? DType::int64 : DType::float32, shape.sizes};
   const Shape wide{shape.dtype == DType::float64 ? DType::float64 : exact.dtype, shape.sizes};
-  const auto scaled = program.binary("stablehlo.multiply", program.iota(wide, 0), program.constant(step, wide));
-  call.returns({program.convert(program.binary("stablehlo.add", scaled, program.constant(begin, wide)), shape.dtype)});
+  const auto scaled = program.times(program.iota(wide, 0), program.constant(step, wide));
+  call.returns({program.convert(program.plus(scaled, program.constant(begin, wide)), shape.dtype)});
 }
 
 void range(Call& call) {
   const auto begin = call.scalar(0), end = call.scalar(1), step = call.scalar(2);
   const bool whole = begin.isIntegral(false) && end.isIntegral(false) && step.isIntegral(false);
-  const auto type = call.has(3) ? call.dtype(3) : whole ? at::kLong : at::kFloat;
+  const auto dtype = call.dtype(3, whole ? DType::int64 : DType::float32);
   const double count = std::ceil((end.toDouble() - begin.toDouble()) / step.toDouble());
-  arithmetic_sequence(call, begin.toDouble(), step.toDouble(),
-                      {ops::dtype_of(type), {static_cast<std::int64_t>(count)}});
+  arithmetic_sequence(call, begin.toDouble(), step.toDouble(), {dtype, {static_cast<std::int64_t>(count)}});
 }
 
 void linear_sequence(Call& call) {
   const double begin = call.real(0), end = call.real(1);
   const auto count = call.integer(2);
   arithmetic_sequence(call, begin, count > 1 ? (end - begin) / static_cast<double>(count - 1) : 0,
-                      {ops::dtype_of(call.has(3) ? call.dtype(3) : at::kFloat), {count}});
+                      {call.dtype(3, DType::float32), {count}});
 }
 
 // True where an element's column is at most (at least) the number of its row plus the diagonal's.
@@ -120,7 +102,7 @@ Value on_side(Call& call, const Sizes& sizes, std::int64_t diagonal, bool lower)
   auto& program = call.program();
   const Shape places{DType::int64, sizes};
   const auto rank = static_cast<std::int64_t>(sizes.size());
-  const auto row = program.binary("stablehlo.add", program.iota(places, rank - 2), program.integer(diagonal, places));
+  const auto row = program.plus(program.iota(places, rank - 2), program.integer(diagonal, places));
   return program.compare(lower ? "LE" : "GE", program.iota(places, rank - 1), row);
 }
 
@@ -134,7 +116,7 @@ void identity(Call& call, const Sizes& sizes, std::size_t dtype) {
   auto& program = call.program();
   const Shape places{DType::int64, sizes};
   const auto diagonal = program.compare("EQ", program.iota(places, 0), program.iota(places, 1));
-  call.returns({program.convert(diagonal, ops::dtype_of(call.has(dtype) ? call.dtype(dtype) : at::kFloat))});
+  call.returns({program.convert(diagonal, call.dtype(dtype, DType::float32))});
 }
 
 void flip(Call& call) {

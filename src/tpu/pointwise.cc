@@ -14,9 +14,7 @@ namespace {
 using pjrt::is_floating;
 
 // The dtype of functions such as exp: for integers, LibTorch's default dtype.
-DType floating(DType dtype) {
-  return is_floating(dtype) ? dtype : ops::dtype_of(at::typeMetaToScalarType(at::get_default_dtype()));
-}
+DType floating(DType dtype) { return is_floating(dtype) ? dtype : default_dtype(); }
 
 Sizes common_sizes(const Call& call, const std::vector<Value>& values) {
   Sizes sizes;
@@ -109,7 +107,7 @@ Lowering sum(const char* operation, bool reversed = false) {
     auto x = promoted(call, {0, 1});
     auto& program = call.program();
     if (reversed) std::swap(x[0], x[1]);
-    if (call.real(2) != 1) x[1] = program.binary("stablehlo.multiply", x[1], call.number(2, x[1].shape));
+    if (call.real(2) != 1) x[1] = program.times(x[1], call.number(2, x[1].shape));
     call.returns({program.binary(operation, x[0], x[1])});
   };
 }
@@ -151,68 +149,72 @@ void threshold_backward(Call& call) {
   call.returns({call.program().select(below, call.program().constant(0, gradient.shape), gradient)});
 }
 
-Value times(Call& call, const Value& a, const Value& b) { return call.program().binary("stablehlo.multiply", a, b); }
-Value times(Call& call, const Value& a, double b) { return times(call, a, call.program().constant(b, a.shape)); }
-Value plus(Call& call, const Value& a, const Value& b) { return call.program().binary("stablehlo.add", a, b); }
-Value plus(Call& call, const Value& a, double b) { return plus(call, a, call.program().constant(b, a.shape)); }
-
 constexpr double kTanhScale = 0.7978845608028654, kTanhCubic = 0.044715;  // sqrt(2 / pi)
 
 // tanh(sqrt(2 / pi) (x + 0.044715 x^3)) of the approximation of GELU.
 Value gelu_tanh(Call& call, const Value& x) {
-  const auto cubic = times(call, times(call, times(call, x, x), x), kTanhCubic);
-  return call.program().unary("stablehlo.tanh", times(call, plus(call, x, cubic), kTanhScale));
+  auto& program = call.program();
+  const auto cubic = program.times(program.times(program.times(x, x), x), kTanhCubic);
+  return program.unary("stablehlo.tanh", program.times(program.plus(x, cubic), kTanhScale));
 }
 
 // The normal distribution's cumulative one.
 Value normal_cdf(Call& call, const Value& x) {
-  const auto erf = call.program().unary("chlo.erf", times(call, x, std::sqrt(0.5)));
-  return times(call, plus(call, erf, 1), 0.5);
+  auto& program = call.program();
+  const auto erf = program.unary("chlo.erf", program.times(x, std::sqrt(0.5)));
+  return program.times(program.plus(erf, 1), 0.5);
 }
 
 void gelu(Call& call) {
+  auto& program = call.program();
   const auto x = call.value(0);
-  const auto cdf = call.word(1) == "tanh" ? times(call, plus(call, gelu_tanh(call, x), 1), 0.5) : normal_cdf(call, x);
-  call.returns({times(call, x, cdf)});
+  const auto cdf =
+      call.word(1) == "tanh" ? program.times(program.plus(gelu_tanh(call, x), 1), 0.5) : normal_cdf(call, x);
+  call.returns({program.times(x, cdf)});
 }
 
 void gelu_backward(Call& call) {
+  auto& program = call.program();
   const auto gradient = call.value(0), x = call.value(1);
-  const auto square = times(call, x, x);
+  const auto square = program.times(x, x);
   Value derivative;
   if (call.word(2) == "tanh") {
     const auto tanh = gelu_tanh(call, x);
-    const auto inner = times(call, plus(call, times(call, square, 3 * kTanhCubic), 1), kTanhScale);
-    const auto slope = plus(call, times(call, times(call, tanh, tanh), -1), 1);  // of tanh
-    const auto first = times(call, plus(call, tanh, 1), 0.5);
-    derivative = plus(call, first, times(call, times(call, times(call, x, slope), inner), 0.5));
+    const auto inner = program.times(program.plus(program.times(square, 3 * kTanhCubic), 1), kTanhScale);
+    const auto slope = program.plus(program.times(program.times(tanh, tanh), -1), 1);  // of tanh
+    const auto first = program.times(program.plus(tanh, 1), 0.5);
+    derivative = program.plus(first, program.times(program.times(program.times(x, slope), inner), 0.5));
   } else {
-    const auto density = times(call, call.program().unary("stablehlo.exponential", times(call, square, -0.5)),
-                               kTanhScale / 2);  // 1 / sqrt(2 pi)
-    derivative = plus(call, normal_cdf(call, x), times(call, x, density));
+    const auto density = program.times(program.unary("stablehlo.exponential", program.times(square, -0.5)),
+                                       kTanhScale / 2);  // 1 / sqrt(2 pi)
+    derivative = program.plus(normal_cdf(call, x), program.times(x, density));
   }
-  call.returns({times(call, gradient, derivative)});
+  call.returns({program.times(gradient, derivative)});
 }
 
 // 1 / (1 + exp(-x)) has the slope y (1 - y); tanh 1 - y^2.
 void sigmoid_backward(Call& call) {
+  auto& program = call.program();
   const auto gradient = call.value(0), y = call.value(1);
-  call.returns({times(call, gradient, times(call, y, plus(call, times(call, y, -1), 1)))});
+  call.returns({program.times(gradient, program.times(y, program.plus(program.times(y, -1), 1)))});
 }
 void tanh_backward(Call& call) {
+  auto& program = call.program();
   const auto gradient = call.value(0), y = call.value(1);
-  call.returns({times(call, gradient, plus(call, times(call, times(call, y, y), -1), 1))});
+  call.returns({program.times(gradient, program.plus(program.times(program.times(y, y), -1), 1))});
 }
 
 void silu(Call& call) {
+  auto& program = call.program();
   const auto x = call.value(0);
-  call.returns({times(call, x, call.program().unary("stablehlo.logistic", x))});
+  call.returns({program.times(x, program.unary("stablehlo.logistic", x))});
 }
 void silu_backward(Call& call) {
+  auto& program = call.program();
   const auto gradient = call.value(0), x = call.value(1);
-  const auto y = call.program().unary("stablehlo.logistic", x);
-  const auto slope = plus(call, times(call, x, plus(call, times(call, y, -1), 1)), 1);
-  call.returns({times(call, gradient, times(call, y, slope))});
+  const auto y = program.unary("stablehlo.logistic", x);
+  const auto slope = program.plus(program.times(x, program.plus(program.times(y, -1), 1)), 1);
+  call.returns({program.times(gradient, program.times(y, slope))});
 }
 
 // Keeps x between the numbers in places 1 and 2, of which one may be None.
@@ -229,7 +231,7 @@ void clamp(Call& call) {
 
 void reciprocal(Call& call) {
   const auto x = call.program().convert(call.value(0), floating(call.value(0).shape.dtype));
-  call.returns({call.program().binary("stablehlo.divide", call.program().constant(1, x.shape), x)});
+  call.returns({call.program().over(call.program().constant(1, x.shape), x)});
 }
 
 void logical_not(Call& call) { call.returns({call.program().unary("stablehlo.not", is_true(call, call.value(0)))}); }
@@ -245,9 +247,10 @@ Lowering logical(const char* operation) {
 // a + value (b c), or a + value (b / c).
 Lowering sum_of_two(const char* operation) {
   return [operation](Call& call) {
+    auto& program = call.program();
     const auto x = promoted(call, {0, 1, 2});
-    const auto both = call.program().binary(operation, x[1], x[2]);
-    call.returns({plus(call, x[0], times(call, both, call.number(3, both.shape)))});
+    const auto both = program.binary(operation, x[1], x[2]);
+    call.returns({program.plus(x[0], program.times(both, call.number(3, both.shape)))});
   };
 }
 
@@ -265,30 +268,31 @@ void masked_fill(Call& call) {
 void mse_loss(Call& call) {
   auto& program = call.program();
   const auto x = promoted(call, {0, 1});
-  const auto difference = program.binary("stablehlo.subtract", x[0], x[1]);
-  const auto losses = times(call, difference, difference);
+  const auto difference = program.minus(x[0], x[1]);
+  const auto losses = program.times(difference, difference);
   if (call.integer(2) == at::Reduction::None) return call.returns({losses});
   const auto sum = sum_over(call, losses, all_dimensions(losses.shape.sizes.size()));
   const auto count = static_cast<double>(losses.shape.elements());
-  call.returns({call.integer(2) == at::Reduction::Mean ? times(call, sum, 1 / count) : sum});
+  call.returns({call.integer(2) == at::Reduction::Mean ? program.times(sum, 1 / count) : sum});
 }
 void mse_loss_backward(Call& call) {
+  auto& program = call.program();
   const auto x = promoted(call, {1, 2});
-  const auto difference = call.program().binary("stablehlo.subtract", x[0], x[1]);
+  const auto difference = program.minus(x[0], x[1]);
   const auto count = static_cast<double>(difference.shape.elements());
   const auto gradient = spread(call, call.value(0), difference.shape.sizes);
   const auto scale = call.integer(3) == at::Reduction::Mean ? 2 / count : 2;
-  call.returns({times(call, times(call, gradient, difference), scale)});
+  call.returns({program.times(program.times(gradient, difference), scale)});
 }
 
 // a + weight (b - a), computed from the nearer end as LibTorch does.
 void lerp(Call& call) {
   auto& program = call.program();
   const auto x = promoted(call, {0, 1, 2});
-  const auto difference = program.binary("stablehlo.subtract", x[1], x[0]);
-  const auto from_a = plus(call, x[0], times(call, difference, x[2]));
-  const auto rest = times(call, difference, plus(call, times(call, x[2], -1), 1));
-  const auto from_b = program.binary("stablehlo.subtract", x[1], rest);
+  const auto difference = program.minus(x[1], x[0]);
+  const auto from_a = program.plus(x[0], program.times(difference, x[2]));
+  const auto rest = program.times(difference, program.plus(program.times(x[2], -1), 1));
+  const auto from_b = program.minus(x[1], rest);
   const auto is_near_a = program.compare("LT", program.unary("stablehlo.abs", x[2]), program.constant(0.5, x[2].shape));
   call.returns({program.select(is_near_a, from_a, from_b)});
 }

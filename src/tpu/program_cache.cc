@@ -77,30 +77,31 @@ ProgramCache::ProgramCache(std::shared_ptr<const pjrt::Client> client)
     : client_(std::move(client)), folder_(folder_of_environment()) {}
 
 // The text of all that decides which program a compiler makes.
-std::string ProgramCache::describe(const ProgramKey& key) const {
+std::string ProgramCache::key_of(const std::string& program, const pjrt::CompileOptions& options) const {
   std::string all = text(client_->platform(), "\n", client_->version(), "\n", client_->devices()[0].kind, "\n",
-                         key.options.replicas, "\n", join(key.options.devices), "\n", client_->process(), "\n");
+                         options.replicas, "\n", join(options.devices), "\n", client_->process(), "\n");
   if (client_->platform() == "cpu") all += instructions_of_cpu() + "\n";
   all += compiler_flags();
-  for (const auto& [name, on] : key.options.switches) all += text(name, "=", on, "\n");
-  return all + key.text;
+  for (const auto& [name, on] : options.switches) all += text(name, "=", on, "\n");
+  return all + program;
 }
 
-std::string ProgramCache::name_of(const std::string& description) const {
+std::string ProgramCache::name_of(const std::string& key) const {
   return (std::filesystem::path(folder_) /
-          text("program-", std::hex, hash_of(description), "-", std::hash<std::string>()(description), ".safetensors"))
+          text("program-", std::hex, hash_of(key), "-", std::hash<std::string>()(key), ".safetensors"))
       .string();
 }
 
-std::optional<pjrt::Executable> ProgramCache::find(const ProgramKey& key) const {
+std::optional<pjrt::Executable> ProgramCache::find(const std::string& program,
+                                                   const pjrt::CompileOptions& options) const {
   if (folder_.empty()) return std::nullopt;
-  const auto description = describe(key);
-  const auto path = name_of(description);
+  const auto key = key_of(program, options);
+  const auto path = name_of(key);
   try {
     if (!checkpoint::is_taken(path)) return std::nullopt;
     require_own(path);
     const auto archive = read_archive(path);
-    if (text_in(archive.tensor(kKey)) != description) throw DataError(text(path, " is of another program"));
+    if (text_in(archive.tensor(kKey)) != key) throw DataError(text(path, " is of another program"));
     return pjrt::Executable::load(client_, text_in(archive.tensor(kProgram)));
   } catch (const Error& error) {
     log_warning(text("the compiled program in the cache is not used, and compiled again: ", error.what()));
@@ -108,14 +109,15 @@ std::optional<pjrt::Executable> ProgramCache::find(const ProgramKey& key) const 
   }
 }
 
-void ProgramCache::store(const ProgramKey& key, const pjrt::Executable& executable) const {
+void ProgramCache::store(const std::string& program, const pjrt::CompileOptions& options,
+                         const pjrt::Executable& executable) const {
   if (folder_.empty()) return;
   try {
-    const auto description = describe(key);
+    const auto key = key_of(program, options);
     Archive archive;
-    archive.tensors[kKey] = stored(description);
+    archive.tensors[kKey] = stored(key);
     archive.tensors[kProgram] = stored(executable.program().serialize());
-    write_archive(name_of(description), archive);
+    write_archive(name_of(key), archive);
   } catch (const Error& error) {
     log_warning(text(kVariable, ": the compiled program is not kept: ", error.what()));
   }

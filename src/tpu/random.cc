@@ -24,7 +24,7 @@ Value rotated(pjrt::ProgramText& program, const Value& x, std::uint32_t by) {
 Pair threefry(pjrt::ProgramText& program, const Pair& key, Pair x) {
   constexpr std::array<std::array<std::uint32_t, 4>, 2> kRotations{{{13, 15, 26, 6}, {17, 29, 16, 24}}};
   const auto& shape = x[0].shape;
-  const auto sum = [&](const Value& a, const Value& b) { return program.binary("stablehlo.add", a, b); };
+  const auto sum = [&](const Value& a, const Value& b) { return program.plus(a, b); };
   const auto parity = program.binary("stablehlo.xor", program.binary("stablehlo.xor", key[0], key[1]),
                                      word(program, 0x1BD11BDA, shape));
   const std::array<Value, 3> keys{key[0], key[1], parity};
@@ -46,7 +46,7 @@ Value uniform(Call& call, const Sizes& sizes) {
   const auto words = call.random_words(Shape{DType::int32, sizes}.elements());
   const auto bits = program.binary("stablehlo.shift_right_logical", words, word(program, 8, words.shape));
   const auto whole = program.convert(bits, DType::float32);
-  const auto scaled = program.binary("stablehlo.multiply", whole, program.constant(0x1p-24, whole.shape));
+  const auto scaled = program.times(whole, 0x1p-24);
   return program.reshape(scaled, sizes);
 }
 
@@ -55,8 +55,8 @@ Shape shape_of(Call& call, std::size_t like) { return call.value(like).shape; }
 Value uniform_between(Call& call, const Shape& shape, double low, double high) {
   auto& program = call.program();
   const auto u = uniform(call, shape.sizes);
-  const auto scaled = program.binary("stablehlo.multiply", u, program.constant(high - low, u.shape));
-  return program.convert(program.binary("stablehlo.add", scaled, program.constant(low, u.shape)), shape.dtype);
+  const auto scaled = program.times(u, high - low);
+  return program.convert(program.plus(scaled, program.constant(low, u.shape)), shape.dtype);
 }
 
 // By the inverse of the error function, of a number between -1 and 1: sqrt(2) erf^-1(u).
@@ -64,9 +64,8 @@ Value normal(Call& call, const Shape& shape, double mean, double deviation) {
   auto& program = call.program();
   const auto u = uniform_between(call, {DType::float32, shape.sizes}, std::nextafter(-1.0F, 0.0F), 1);
   const auto standard = program.unary("chlo.erf_inv", u);
-  const auto scaled =
-      program.binary("stablehlo.multiply", standard, program.constant(std::sqrt(2.0) * deviation, u.shape));
-  return program.convert(program.binary("stablehlo.add", scaled, program.constant(mean, u.shape)), shape.dtype);
+  const auto scaled = program.times(standard, program.constant(std::sqrt(2.0) * deviation, u.shape));
+  return program.convert(program.plus(scaled, program.constant(mean, u.shape)), shape.dtype);
 }
 
 // 1 where a uniform number is below `probability`.
@@ -87,14 +86,14 @@ void native_dropout(Call& call) {
   const bool trains = !call.has(2) || call.flag(2);
   if (!trains) return call.returns({x, program.constant(1, {DType::boolean, x.shape.sizes})});
   const auto mask = chosen(call, fixed_probability(call, 1 - p, x.shape.sizes), {DType::boolean, x.shape.sizes});
-  const auto scaled = program.binary("stablehlo.multiply", x, program.constant(p == 1 ? 0 : 1 / (1 - p), x.shape));
+  const auto scaled = program.times(x, p == 1 ? 0 : 1 / (1 - p));
   call.returns({program.select(mask, scaled, program.constant(0, x.shape)), mask});
 }
 
 void native_dropout_backward(Call& call) {
   auto& program = call.program();
   const auto gradient = call.value(0);
-  const auto scaled = program.binary("stablehlo.multiply", gradient, program.constant(call.real(2), gradient.shape));
+  const auto scaled = program.times(gradient, call.real(2));
   call.returns({program.select(call.value(1), scaled, program.constant(0, gradient.shape))});
 }
 
@@ -102,13 +101,11 @@ void integers_between(Call& call, const Shape& shape, std::int64_t low, std::int
   if (high <= low || high - low > (std::int64_t{1} << 24)) call.refuse("its range has no integer, or more than 2^24");
   auto& program = call.program();
   const auto u = uniform(call, shape.sizes);
-  const auto scaled =
-      program.binary("stablehlo.multiply", u, program.constant(static_cast<double>(high - low), u.shape));
+  const auto scaled = program.times(u, static_cast<double>(high - low));
   const auto whole = program.convert(program.unary("stablehlo.floor", scaled), DType::int64);
   const auto last = program.integer(high - low - 1, whole.shape);  // where the product was rounded up
   const auto kept = program.binary("stablehlo.minimum", whole, last);
-  call.returns(
-      {program.convert(program.binary("stablehlo.add", kept, program.integer(low, whole.shape)), shape.dtype)});
+  call.returns({program.convert(program.plus(kept, program.integer(low, whole.shape)), shape.dtype)});
 }
 
 }  // namespace

@@ -32,10 +32,6 @@ Value spread_back(Call& call, const Value& reduced, const Sizes& sizes, const Si
   return call.program().broadcast(reduced, sizes, others);
 }
 
-Value scaled(Call& call, const Value& x, double by) {
-  return call.program().binary("stablehlo.multiply", x, call.program().constant(by, x.shape));
-}
-
 bool is_of_16_bits(DType dtype) { return dtype == DType::float16 || dtype == DType::bfloat16; }
 
 // 16-bit numbers in float32.
@@ -46,42 +42,28 @@ Value precise(Call& call, const Value& x) {
 // x with the dtype that the argument in place `dtype` names.
 Value with_dtype(Call& call, std::size_t dtype) {
   const auto x = call.value(0);
-  return call.has(dtype) ? call.program().convert(x, ops::dtype_of(call.dtype(dtype))) : x;
+  return call.program().convert(x, call.dtype(dtype, x.shape.dtype));
 }
 
-// Sums of integers are int64.
-Value summand(Call& call, std::size_t dtype) {
-  const auto x = with_dtype(call, dtype);
-  return pjrt::is_floating(x.shape.dtype) || call.has(dtype) ? x : call.program().convert(x, DType::int64);
+// `place`: of the dimensions, after which come `keep` and the dtype; without it all dimensions are summed.
+void sum(Call& call, std::optional<std::size_t> place) {
+  const auto x = summand(call, place ? *place + 2 : 1);
+  const auto rank = x.shape.sizes.size();
+  const auto dimensions = place ? dimensions_in(call, *place, rank) : all_dimensions(rank);
+  const auto sums = sum_over(call, x, dimensions);
+  call.returns({keep_dimensions(call, sums, x.shape.sizes, dimensions, place && call.flag(*place + 1))});
 }
 
-void sum_all(Call& call) {
-  const auto x = summand(call, 1);
-  call.returns({sum_over(call, x, all_dimensions(x.shape.sizes.size()))});
-}
-
-void sum_dimensions(Call& call) {
-  const auto x = summand(call, 3);
-  const auto dimensions = dimensions_in(call, 1, x.shape.sizes.size());
-  call.returns({keep_dimensions(call, sum_over(call, x, dimensions), x.shape.sizes, dimensions, call.flag(2))});
-}
-
-void mean(Call& call, const Value& x, const Sizes& dimensions, bool keep) {
+void mean(Call& call, std::optional<std::size_t> place) {
+  const auto x = with_dtype(call, place ? *place + 2 : 1);
   if (!pjrt::is_floating(x.shape.dtype)) call.refuse("means are of floating-point numbers");
-  const auto count = static_cast<double>(elements_of(x.shape.sizes, dimensions));
+  const auto rank = x.shape.sizes.size();
+  const auto dimensions = place ? dimensions_in(call, *place, rank) : all_dimensions(rank);
   const auto sum = sum_over(call, precise(call, x), dimensions);
-  const auto result = call.program().binary("stablehlo.divide", sum, call.program().constant(count, sum.shape));
-  call.returns({keep_dimensions(call, call.program().convert(result, x.shape.dtype), x.shape.sizes, dimensions, keep)});
-}
-
-void mean_all(Call& call) {
-  const auto x = with_dtype(call, 1);
-  mean(call, x, all_dimensions(x.shape.sizes.size()), false);
-}
-
-void mean_dimensions(Call& call) {
-  const auto x = with_dtype(call, 3);
-  mean(call, x, dimensions_in(call, 1, x.shape.sizes.size()), call.flag(2));
+  const auto count = static_cast<double>(elements_of(x.shape.sizes, dimensions));
+  const auto result = call.program().over(sum, call.program().constant(count, sum.shape));
+  call.returns({keep_dimensions(call, call.program().convert(result, x.shape.dtype), x.shape.sizes, dimensions,
+                                place && call.flag(*place + 1))});
 }
 
 // Reduces from the value that `begin` gives for x's dtype.
@@ -99,35 +81,22 @@ Lowering extremum(const char* operation, Begin begin) {
 // The largest (GT) or smallest (LT) element along a dimension and its first index.
 std::pair<Value, Value> extremum_at(Call& call, const Value& x, std::int64_t dimension, const char* direction) {
   auto& program = call.program();
-  const Shape index{DType::int64, {}}, scalar{x.shape.dtype, {}}, predicate{DType::boolean, {}};
+  const Shape index{DType::int64, {}}, scalar{x.shape.dtype, {}};
   const auto indices = program.iota({DType::int64, x.shape.sizes}, dimension);
-  const auto number = type_of(scalar), place = type_of(index), truth = type_of(predicate);
-  const auto compare = [&](const char* name, const char* a, const char* b, const char* how, const std::string& type) {
-    return text("    %", name, " = \"stablehlo.compare\"(%", a, ", %", b,
-                ") {comparison_direction = #stablehlo<comparison_direction ", how, ">} : (", type, ", ", type, ") -> ",
-                truth, "\n");
+  const auto better = [&](pjrt::ProgramText& inside, const std::vector<Value>& arguments) {
+    const auto &a = arguments[0], &at_a = arguments[1], &b = arguments[2], &at_b = arguments[3];
+    const auto either = [&](const Value& one, const Value& other) { return inside.binary("stablehlo.or", one, other); };
+    const auto tie = inside.binary("stablehlo.and", inside.compare("EQ", a, b), inside.compare("LT", at_a, at_b));
+    const auto first = either(either(inside.compare(direction, a, b), tie), inside.compare("NE", a, a));
+    return std::vector<Value>{inside.select(first, a, b), inside.select(first, at_a, at_b)};
   };
-  const auto logic = [&](const char* name, const char* operation, const char* a, const char* b) {
-    return text("    %", name, " = \"stablehlo.", operation, "\"(%", a, ", %", b, ") : (", truth, ", ", truth, ") -> ",
-                truth, "\n");
-  };
-  const auto select = [&](const char* name, const char* a, const char* b, const std::string& type) {
-    return text("    %", name, " = \"stablehlo.select\"(%first, %", a, ", %", b, ") : (", truth, ", ", type, ", ", type,
-                ") -> ", type, "\n");
-  };
-  const auto region =
-      text("({\n  ^bb0(%a: ", number, ", %ai: ", place, ", %b: ", number, ", %bi: ", place, "):\n",
-           compare("beyond", "a", "b", direction, number), compare("equal", "a", "b", "EQ", number),
-           compare("before", "ai", "bi", "LT", place), logic("tie", "and", "equal", "before"),
-           compare("nan", "a", "a", "NE", number), logic("some", "or", "beyond", "tie"),
-           logic("first", "or", "some", "nan"), select("v", "a", "b", number), select("i", "ai", "bi", place),
-           "    \"stablehlo.return\"(%v, %i) : (", number, ", ", place, ") -> ()\n  }) ");
   auto result = x.shape.sizes;
   result.erase(result.begin() + dimension);
   const auto worst = *direction == 'G' ? program.lowest(scalar) : program.highest(scalar);
   const auto values = program.add("stablehlo.reduce", {x, indices, worst, program.highest(index)},
                                   std::vector<Shape>{{x.shape.dtype, result}, {DType::int64, result}},
-                                  "dimensions = " + pjrt::array_of(Sizes{dimension}), region);
+                                  "dimensions = " + pjrt::array_of(Sizes{dimension}),
+                                  pjrt::ProgramText::region({scalar, index, scalar, index}, better));
   return {values[0], values[1]};
 }
 
@@ -153,77 +122,40 @@ Lowering index_of_extremum(const char* direction) {
   };
 }
 
-// x - max(x), and the sum of its exponentials, along a dimension.
-struct Stable {
-  Value shifted, exponentials, sum;
-};
-Stable stable(Call& call, const Value& x, std::int64_t dimension) {
-  auto& program = call.program();
-  const auto largest = program.reduce("stablehlo.maximum", x, program.lowest({x.shape.dtype, {}}), {dimension});
-  const auto shifted = program.binary("stablehlo.subtract", x, spread_back(call, largest, x.shape.sizes, {dimension}));
-  const auto exponentials = program.unary("stablehlo.exponential", shifted);
-  return {shifted, exponentials, sum_over(call, exponentials, {dimension})};
+// The softmax along a dimension, or its logarithm. Place 2 says whether 16-bit numbers give float32.
+Lowering softmax(bool logarithm) {
+  return [logarithm](Call& call) {
+    auto& program = call.program();
+    const auto given = call.value(0);
+    call.require(pjrt::is_floating(given.shape.dtype),
+                 text("the input's dtype is ", name_of(given.shape.dtype), "; it must be a floating point type"));
+    const auto x = precise(call, given);
+    const auto& sizes = x.shape.sizes;
+    const Sizes along{call.dimension(call.integer(1), sizes.size())};
+    const auto largest = program.reduce("stablehlo.maximum", x, program.lowest({x.shape.dtype, {}}), along);
+    const auto shifted = program.minus(x, spread_back(call, largest, sizes, along));
+    const auto exponentials = program.unary("stablehlo.exponential", shifted);
+    const auto sum = sum_over(call, exponentials, along);
+    const auto result =
+        logarithm ? program.minus(shifted, spread_back(call, program.unary("stablehlo.log", sum), sizes, along))
+                  : program.over(exponentials, spread_back(call, sum, sizes, along));
+    call.returns({program.convert(result, call.flag(2) ? DType::float32 : given.shape.dtype)});
+  };
 }
 
-// x as softmax computes with it, and the dtype of its result: place 2 says whether 16-bit x gives float32.
-struct Softmax {
-  Value x;
-  std::int64_t dimension;
-  DType dtype;
-};
-Softmax softmax_in(Call& call) {
-  const auto x = call.value(0);
-  call.require(pjrt::is_floating(x.shape.dtype),
-               text("the input's dtype is ", name_of(x.shape.dtype), "; it must be a floating point type"));
-  return {precise(call, x), call.dimension(call.integer(1), x.shape.sizes.size()),
-          call.flag(2) ? DType::float32 : x.shape.dtype};
-}
-
-void softmax(Call& call) {
-  const auto of = softmax_in(call);
-  const auto parts = stable(call, of.x, of.dimension);
-  const auto sums = spread_back(call, parts.sum, of.x.shape.sizes, {of.dimension});
-  call.returns({call.program().convert(call.program().binary("stablehlo.divide", parts.exponentials, sums), of.dtype)});
-}
-
-void log_softmax(Call& call) {
-  const auto of = softmax_in(call);
-  const auto parts = stable(call, of.x, of.dimension);
-  const auto logarithms =
-      spread_back(call, call.program().unary("stablehlo.log", parts.sum), of.x.shape.sizes, {of.dimension});
-  const auto result = call.program().binary("stablehlo.subtract", parts.shifted, logarithms);
-  call.returns({call.program().convert(result, of.dtype)});
-}
-
-// The gradient of the result y, y, and the dtype of x's gradient in place 3.
-struct SoftmaxGradient {
-  Value gradient, y;
-  std::int64_t dimension;
-  DType dtype;
-};
-SoftmaxGradient softmax_gradient_in(Call& call) {
-  const auto y = call.value(1);
-  return {precise(call, call.value(0)), precise(call, y), call.dimension(call.integer(2), y.shape.sizes.size()),
-          ops::dtype_of(call.dtype(3))};
-}
-
-// y (gradient - sum(gradient y)).
-void softmax_backward(Call& call) {
-  auto& program = call.program();
-  const auto of = softmax_gradient_in(call);
-  const auto sum = sum_over(call, program.binary("stablehlo.multiply", of.gradient, of.y), {of.dimension});
-  const auto difference =
-      program.binary("stablehlo.subtract", of.gradient, spread_back(call, sum, of.y.shape.sizes, {of.dimension}));
-  call.returns({program.convert(program.binary("stablehlo.multiply", of.y, difference), of.dtype)});
-}
-
-// gradient - exp(y) sum(gradient).
-void log_softmax_backward(Call& call) {
-  auto& program = call.program();
-  const auto of = softmax_gradient_in(call);
-  const auto sum = spread_back(call, sum_over(call, of.gradient, {of.dimension}), of.y.shape.sizes, {of.dimension});
-  const auto share = program.binary("stablehlo.multiply", program.unary("stablehlo.exponential", of.y), sum);
-  call.returns({program.convert(program.binary("stablehlo.subtract", of.gradient, share), of.dtype)});
+// y (gradient - sum(gradient y)); for the logarithm gradient - exp(y) sum(gradient). Place 3 has the dtype of x.
+Lowering softmax_backward(bool logarithm) {
+  return [logarithm](Call& call) {
+    auto& program = call.program();
+    const auto gradient = precise(call, call.value(0)), y = precise(call, call.value(1));
+    const Sizes along{call.dimension(call.integer(2), y.shape.sizes.size())};
+    const auto total = sum_over(call, logarithm ? gradient : program.times(gradient, y), along);
+    const auto sum = spread_back(call, total, y.shape.sizes, along);
+    const auto result = logarithm
+                            ? program.minus(gradient, program.times(program.unary("stablehlo.exponential", y), sum))
+                            : program.times(y, program.minus(gradient, sum));
+    call.returns({program.convert(result, ops::dtype_of(call.dtype(3)))});
+  };
 }
 
 // The class dimension of scores of this shape: [batch, classes, ...], or [classes].
@@ -265,40 +197,38 @@ void nll_loss(Call& call) {
                text("its weights must be one for each of the ", classes, " classes"));
   const auto is_target = at_class(call, call.value(1), x.shape, call.integer(4));
   const auto weights = class_weights(call, x.shape, 2);
-  const auto losses = only_where(call, is_target, scaled(call, program.binary("stablehlo.multiply", x, weights), -1));
+  const auto losses = only_where(call, is_target, program.times(program.times(x, weights), -1));
   const auto total = sum_over(call, only_where(call, is_target, weights), all_dimensions(x.shape.sizes.size()));
   if (call.integer(3) == at::Reduction::None)
     return call.returns({sum_over(call, losses, {classes_of(x.shape)}), total});
   const auto sum = sum_over(call, losses, all_dimensions(x.shape.sizes.size()));
-  call.returns({call.integer(3) == at::Reduction::Mean ? program.binary("stablehlo.divide", sum, total) : sum, total});
+  call.returns({call.integer(3) == at::Reduction::Mean ? program.over(sum, total) : sum, total});
 }
 
 void nll_loss_backward(Call& call) {
   auto& program = call.program();
   const auto gradient = call.value(0), x = call.value(1), total = call.value(6);
   const auto is_target = at_class(call, call.value(2), x.shape, call.integer(5));
-  const auto of_loss =
-      call.integer(4) == at::Reduction::Mean ? program.binary("stablehlo.divide", gradient, total) : gradient;
+  const auto of_loss = call.integer(4) == at::Reduction::Mean ? program.over(gradient, total) : gradient;
   const auto all = of_loss.shape.sizes.empty() ? program.broadcast(of_loss, x.shape.sizes, {})
                                                : spread_back(call, of_loss, x.shape.sizes, {classes_of(x.shape)});
-  const auto shares = program.binary("stablehlo.multiply", class_weights(call, x.shape, 3), all);
-  call.returns({only_where(call, is_target, scaled(call, shares, -1))});
+  const auto shares = program.times(class_weights(call, x.shape, 3), all);
+  call.returns({only_where(call, is_target, program.times(shares, -1))});
 }
 
 }  // namespace
 
 Sizes dimensions_in(Call& call, std::size_t i, std::size_t rank) {
   Sizes dimensions;
-  if (call.has(i)) {
-    if (call.argument(i).isInt()) {
-      dimensions = {call.integer(i)};
-    } else {
-      dimensions = call.integers(i);
-    }
-  }
+  if (call.has(i)) dimensions = call.argument(i).isInt() ? Sizes{call.integer(i)} : call.integers(i);
   if (dimensions.empty() || rank == 0) return all_dimensions(rank);
   for (auto& dimension : dimensions) dimension = call.dimension(dimension, rank);
   return dimensions;
+}
+
+Value summand(Call& call, std::size_t dtype) {
+  const auto x = with_dtype(call, dtype);
+  return pjrt::is_floating(x.shape.dtype) || call.has(dtype) ? x : call.program().convert(x, DType::int64);
 }
 
 Value sum_over(Call& call, const Value& x, const Sizes& dimensions) {
@@ -309,20 +239,20 @@ Value sum_over(Call& call, const Value& x, const Sizes& dimensions) {
 }
 
 void add_reductions(Lowerings& table) {
-  table["aten::sum"] = sum_all;
-  table["aten::sum.dim_IntList"] = sum_dimensions;
-  table["aten::mean"] = mean_all;
-  table["aten::mean.dim"] = mean_dimensions;
+  table["aten::sum"] = [](Call& call) { sum(call, std::nullopt); };
+  table["aten::sum.dim_IntList"] = [](Call& call) { sum(call, 1); };
+  table["aten::mean"] = [](Call& call) { mean(call, std::nullopt); };
+  table["aten::mean.dim"] = [](Call& call) { mean(call, 1); };
   table["aten::amax"] = extremum("stablehlo.maximum", &pjrt::ProgramText::lowest);
   table["aten::amin"] = extremum("stablehlo.minimum", &pjrt::ProgramText::highest);
   table["aten::max.dim"] = extremum_of_dimension("GT");
   table["aten::min.dim"] = extremum_of_dimension("LT");
   table["aten::argmax"] = index_of_extremum("GT");
   table["aten::argmin"] = index_of_extremum("LT");
-  table["aten::_softmax"] = softmax;
-  table["aten::_log_softmax"] = log_softmax;
-  table["aten::_softmax_backward_data"] = softmax_backward;
-  table["aten::_log_softmax_backward_data"] = log_softmax_backward;
+  table["aten::_softmax"] = softmax(false);
+  table["aten::_log_softmax"] = softmax(true);
+  table["aten::_softmax_backward_data"] = softmax_backward(false);
+  table["aten::_log_softmax_backward_data"] = softmax_backward(true);
   for (const char* const name : {"aten::nll_loss_forward", "aten::nll_loss2d_forward"}) table[name] = nll_loss;
   for (const char* const name : {"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
     table[name] = nll_loss_backward;

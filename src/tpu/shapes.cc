@@ -113,35 +113,20 @@ Value replaced(Call& call, const Value& x, const Value& part, const Stretch& of)
   return program.select(program.pad(ones, 0, low, high, between), program.pad(part, 0, low, high, between), x);
 }
 
-void slice_scatter(Call& call) {
-  const auto x = call.value(0);
-  const auto part = call.program().convert(call.value(1), x.shape.dtype);
-  call.returns({replaced(call, x, part, stretch_in(call, 2, x.shape.sizes))});
-}
-
-void select_scatter(Call& call) {
-  const auto x = call.value(0);
-  const auto of = one_in(call, 2, x.shape.sizes);
-  auto sizes = x.shape.sizes;
-  sizes[static_cast<std::size_t>(of.dimension)] = 1;
-  const auto part = call.program().reshape(call.program().convert(call.value(1), x.shape.dtype), sizes);
-  call.returns({replaced(call, x, part, of)});
-}
-
-// gradient [...], placed into zeros of the sizes in place 1.
-void slice_backward(Call& call) {
-  const auto gradient = call.value(0);
-  const auto zeros = call.program().constant(0, {gradient.shape.dtype, call.integers(1)});
-  call.returns({replaced(call, zeros, gradient, stretch_in(call, 2, zeros.shape.sizes))});
-}
-
-void select_backward(Call& call) {
-  const auto gradient = call.value(0);
-  const auto zeros = call.program().constant(0, {gradient.shape.dtype, call.integers(1)});
-  const auto of = one_in(call, 2, zeros.shape.sizes);
-  auto sizes = zeros.shape.sizes;
-  sizes[static_cast<std::size_t>(of.dimension)] = 1;
-  call.returns({replaced(call, zeros, call.program().reshape(gradient, sizes), of)});
+// Puts argument 1 into a stretch of x, or into one place of a dimension; for a backward, the gradient into zeros of the
+// sizes that argument 1 names.
+Lowering put(bool into_one, bool backward) {
+  return [=](Call& call) {
+    auto& program = call.program();
+    const auto given = call.value(0);
+    const auto x = backward ? program.constant(0, {given.shape.dtype, call.integers(1)}) : given;
+    const auto part = backward ? given : program.convert(call.value(1), x.shape.dtype);
+    auto sizes = x.shape.sizes;
+    if (!into_one) return call.returns({replaced(call, x, part, stretch_in(call, 2, sizes))});
+    const auto of = one_in(call, 2, sizes);
+    sizes[static_cast<std::size_t>(of.dimension)] = 1;
+    call.returns({replaced(call, x, program.reshape(part, sizes), of)});
+  };
 }
 
 void cat(Call& call) {
@@ -180,7 +165,7 @@ void to_copy(Call& call) {
   if (call.has(3) && call.argument(3).toDevice().type() != device().type())
     call.refuse("what is computed while a step is traced has no value yet; make it an output of the program");
   const auto x = call.array(0);
-  call.returns_wrapped(call.has(1) ? call.program().convert(x, ops::dtype_of(call.dtype(1))) : x);
+  call.returns_wrapped(call.program().convert(x, call.dtype(1, x.shape.dtype)));
 }
 
 // Returns the tensor that is copied into `x`, with x's dtype and sizes.
@@ -190,32 +175,21 @@ void copy(Call& call) {
   call.returns({spread(call, from, x.shape.sizes)});
 }
 
-// A new tensor of the sizes in place 0 and the dtype in place `dtype`.
+// New tensors of one number, of the sizes in place 0, of those of x, or of those in place 1 beside x. The argument in
+// place `dtype` may name the dtype.
 Lowering filled(double with, std::size_t dtype) {
   return [=](Call& call) {
-    const auto type = call.has(dtype) ? call.dtype(dtype) : at::typeMetaToScalarType(at::get_default_dtype());
-    call.returns({call.program().constant(with, {ops::dtype_of(type), call.integers(0)})});
+    call.returns({call.program().constant(with, {call.dtype(dtype, default_dtype()), call.integers(0)})});
   };
 }
 
 Lowering filled_like(double with) {
   return [with](Call& call) {
-    auto shape = call.value(0).shape;
-    if (call.has(1)) shape.dtype = ops::dtype_of(call.dtype(1));
-    call.returns({call.program().constant(with, shape)});
+    const auto [of_x, sizes] = call.value(0).shape;
+    call.returns({call.program().constant(with, {call.dtype(1, of_x), sizes})});
   };
 }
 
-void full(Call& call) {
-  const auto number = call.scalar(1);
-  const auto natural = number.isBoolean()         ? at::kBool
-                       : number.isIntegral(false) ? at::kLong
-                                                  : at::typeMetaToScalarType(at::get_default_dtype());
-  const auto type = call.has(2) ? call.dtype(2) : natural;
-  call.returns({call.number(1, {ops::dtype_of(type), call.integers(0)})});
-}
-
-// A new tensor of the sizes in place 1, and of x's dtype where the argument names none.
 Lowering filled_as(double with, std::size_t dtype) {
   return [=](Call& call) {
     const auto type = call.has(dtype) ? ops::dtype_of(call.dtype(dtype)) : call.value(0).shape.dtype;
@@ -223,22 +197,23 @@ Lowering filled_as(double with, std::size_t dtype) {
   };
 }
 
+void full(Call& call) {
+  const auto number = call.scalar(1);
+  const auto natural = number.isBoolean() ? DType::boolean : number.isIntegral(false) ? DType::int64 : default_dtype();
+  call.returns({call.number(1, {call.dtype(2, natural), call.integers(0)})});
+}
+
+void full_like(Call& call) {
+  const auto [of_x, sizes] = call.value(0).shape;
+  call.returns({call.number(1, {call.dtype(2, of_x), sizes})});
+}
+
 void new_full(Call& call) {
   const auto type = call.has(3) ? ops::dtype_of(call.dtype(3)) : call.value(0).shape.dtype;
   call.returns({call.number(2, {type, call.integers(1)})});
 }
 
-void scalar(Call& call) {
-  const auto type = call.has(1) ? call.dtype(1) : at::typeMetaToScalarType(at::get_default_dtype());
-  call.returns({call.number(0, {ops::dtype_of(type), {}})});
-}
-
-void full_like(Call& call) {
-  auto shape = call.value(0).shape;
-  if (call.has(2)) shape.dtype = ops::dtype_of(call.dtype(2));
-  call.returns({call.number(1, shape)});
-}
-
+void scalar(Call& call) { call.returns({call.number(0, {call.dtype(1, default_dtype()), {}})}); }
 void fill(Call& call) { call.returns({call.number(1, call.value(0).shape)}); }
 void zero(Call& call) { call.returns({call.program().constant(0, call.value(0).shape)}); }
 
@@ -263,10 +238,10 @@ void add_shapes(Lowerings& table) {
   add_view(table, "select", ".int", select);
   add_view(table, "unsqueeze", "", unsqueeze);
   for (const char* const overload : {"", ".dim", ".dims"}) add_view(table, "squeeze", overload, squeeze);
-  table["aten::slice_scatter"] = slice_scatter;
-  table["aten::select_scatter"] = select_scatter;
-  table["aten::slice_backward"] = slice_backward;
-  table["aten::select_backward"] = select_backward;
+  table["aten::slice_scatter"] = put(/*into_one=*/false, /*backward=*/false);
+  table["aten::select_scatter"] = put(/*into_one=*/true, /*backward=*/false);
+  table["aten::slice_backward"] = put(/*into_one=*/false, /*backward=*/true);
+  table["aten::select_backward"] = put(/*into_one=*/true, /*backward=*/true);
   table["aten::cat"] = cat;
   table["aten::_to_copy"] = to_copy;
   table["aten::copy"] = copy;

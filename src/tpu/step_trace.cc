@@ -11,7 +11,6 @@
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "tpu/composed.h"
-#include "tpu/trace.h"
 
 namespace lockstep::tpu {
 namespace {
@@ -48,8 +47,8 @@ const char* operation_of(ReduceOp op) {
 
 }  // namespace
 
-TracedStep::TracedStep(int replicas, Trace::Target target, FindVariable find)
-    : trace_(target), replicas_(replicas), find_(std::move(find)), current_(*this), mode_([this](const auto& call) {
+TracedStep::TracedStep(int replicas, bool for_cpu, FindVariable find)
+    : trace_(for_cpu), replicas_(replicas), find_(std::move(find)), current_(*this), mode_([this](const auto& call) {
         return see(call);
       }) {}
 
@@ -74,8 +73,7 @@ at::Tensor TracedStep::value_of(ops::DeviceVariable& variable) {
 }
 
 at::Tensor TracedStep::use(const std::shared_ptr<Variable>& variable) {
-  const auto found = used_.find(variable.get());
-  if (found != used_.end()) return found->second.leaf;
+  if (const auto found = places_.find(variable.get()); found != places_.end()) return leaves_[found->second];
   const auto& host = variable->host()[0];
   auto leaf = trace_.argument(host.sizes(), host.scalar_type());
   layout_.variables.push_back({variable, trace_.number_of_argument(leaf)});
@@ -83,8 +81,8 @@ at::Tensor TracedStep::use(const std::shared_ptr<Variable>& variable) {
     leaf.requires_grad_();
     torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<GradientForHost>(host));
   }
-  used_.emplace(variable.get(), Use{leaf, layout_.variables.size() - 1});
-  return leaf;
+  places_.emplace(variable.get(), leaves_.size());
+  return leaves_.emplace_back(std::move(leaf));
 }
 
 std::vector<at::Tensor> TracedStep::all_reduce(ReduceOp op, const std::vector<at::Tensor>& values) {
@@ -110,18 +108,18 @@ std::string TracedStep::finish(const std::vector<at::Tensor>& results, int steps
   auto outputs = results;
   layout_.results = static_cast<int>(results.size());
   std::vector<std::pair<int, int>> aliases;
-  for (auto& used : layout_.variables) {  // in the order of their use, so that the same step has the same text
-    const auto& use = used_.at(used.variable.get());
-    if (trace_.is_argument(use.leaf, used.argument)) continue;
+  for (std::size_t i = 0; i < leaves_.size(); ++i) {  // in the order of their use, so that a step has the same text
+    auto& used = layout_.variables[i];
+    if (trace_.is_argument(leaves_[i], used.argument)) continue;
     used.result = static_cast<int>(outputs.size());
     aliases.emplace_back(used.argument, used.result);
-    outputs.push_back(use.leaf);
+    outputs.push_back(leaves_[i]);
   }
   layout_.seed = trace_.seed_argument();
   layout_.arguments = trace_.arguments();
   std::vector<bool> stacked(static_cast<std::size_t>(layout_.arguments), true);
   for (const auto& used : layout_.variables) stacked[static_cast<std::size_t>(used.argument)] = false;
-  return trace_.finish(outputs, aliases, replicas_, {steps, stacked});
+  return trace_.finish(outputs, aliases, replicas_, steps, stacked);
 }
 
 bool TracedStep::see(const ops::OperatorCall& call) {
@@ -201,10 +199,10 @@ at::Tensor TracedStep::row_counts(std::int64_t rows) const {
 }
 
 void TracedStep::keep_without_examples(ops::DeviceVariable& variable) {
-  const auto found = used_.find(static_cast<const Variable*>(&variable));
-  if (found == used_.end() || !counts_.defined()) return;
-  const auto& leaf = found->second.leaf;
-  const int argument = layout_.variables[found->second.place].argument;
+  const auto found = places_.find(static_cast<const Variable*>(&variable));
+  if (found == places_.end() || !counts_.defined()) return;
+  const auto& leaf = leaves_[found->second];
+  const int argument = layout_.variables[found->second].argument;
   if (!trace_.is_argument(leaf, argument))
     leaf.copy_(at::where(counts_.sum() > 0, leaf, trace_.argument_again(argument)));
 }

@@ -41,7 +41,7 @@ using FindVariable = std::function<std::shared_ptr<Variable>(const at::Tensor& h
 // The ops::StepTrace. It lives while a step's function is called, in that thread.
 class TracedStep final : public ops::StepTrace {
  public:
-  TracedStep(int replicas, Trace::Target target, FindVariable find);
+  TracedStep(int replicas, bool for_cpu, FindVariable find);
   ~TracedStep() override;
   TracedStep(const TracedStep&) = delete;
   TracedStep& operator=(const TracedStep&) = delete;
@@ -66,11 +66,6 @@ class TracedStep final : public ops::StepTrace {
   void after_update(std::function<void()> act) override { layout_.after_update.push_back(std::move(act)); }
 
  private:
-  struct Use {
-    at::Tensor leaf;
-    std::size_t place;  // in layout_.variables
-  };
-
   at::Tensor use(const std::shared_ptr<Variable>& variable);
   bool see(const ops::OperatorCall& call);
   void check_in_place(const ops::OperatorCall& call) const;
@@ -84,7 +79,8 @@ class TracedStep final : public ops::StepTrace {
   const int replicas_;
   const FindVariable find_;
   StepLayout layout_;
-  std::map<const Variable*, Use> used_;
+  std::vector<at::Tensor> leaves_;                 // of layout_.variables
+  std::map<const Variable*, std::size_t> places_;  // in layout_.variables
   at::Tensor counts_;
   std::map<const void*, std::int64_t> updates_;  // so far, by optimizer
   const ops::UseTrace current_;

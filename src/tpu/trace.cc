@@ -183,7 +183,7 @@ at::Device device() { return {kType, 0}; }
 
 std::int64_t number_of_trace() { return traces; }
 
-Trace::Trace(Target target) : target_(target) {
+Trace::Trace(bool for_cpu) : for_cpu_(for_cpu) {
   register_device();
   const auto here = std::this_thread::get_id();
   std::thread::id none;
@@ -252,30 +252,20 @@ bool Trace::is_argument(const at::Tensor& tensor, int number) const {
 }
 
 std::string Trace::finish(at::TensorList outputs, const std::vector<std::pair<int, int>>& aliases, int replicas,
-                          const pjrt::ProgramText::Steps& steps) {
+                          int steps, const std::vector<bool>& stacked) {
   std::vector<Value> values;
   for (const auto& output : outputs) values.push_back(value_of(output));
-  return steps.count == 1 ? program_.finish(values, aliases, replicas)
-                          : program_.finish(values, aliases, replicas, steps);
+  return steps == 1 ? program_.finish(values, aliases, replicas)
+                    : program_.finish(values, aliases, replicas, steps, stacked);
 }
 
 const Lowerings& lowerings() {
   static const auto table = [] {
     Lowerings all;
-    add_pointwise(all);
-    add_reductions(all);
-    add_shapes(all);
-    add_products(all);
-    add_convolutions(all);
-    add_pooling(all);
-    add_adaptive_pooling(all);
-    add_indexing(all);
-    add_random(all);
-    add_refused(all);
-    add_composed(all);
-    add_norms(all);
-    add_arithmetic(all);
-    add_ordering(all);
+    for (auto* const add :
+         {add_pointwise, add_reductions, add_shapes, add_products, add_convolutions, add_pooling, add_adaptive_pooling,
+          add_indexing, add_random, add_refused, add_composed, add_norms, add_arithmetic, add_ordering})
+      add(all);
     return all;
   }();
   return table;

@@ -47,13 +47,12 @@ void register_autocast();
 // functionalization turns them into others. A Trace ends on its thread. One lives at a time in the process.
 class Trace {
  public:
-  // The device of the program: operators may have another lowering for CPUs, where XLA has other strengths.
-  enum class Target { cpu, others };
-
+  // `for_cpu`: of the program. Operators may have another lowering for CPUs, where XLA has other strengths.
+  //
   // The process's first Trace must be made before the first backward, with which autograd begins its threads. Throws
   // DeviceError where it was not, or another library has taken LibTorch's device type PrivateUse1; Error where a Trace
   // lives.
-  explicit Trace(Target target = Target::cpu);
+  explicit Trace(bool for_cpu = true);
   ~Trace();
   Trace(const Trace&) = delete;
   Trace& operator=(const Trace&) = delete;
@@ -79,14 +78,15 @@ class Trace {
   at::Tensor argument_again(int number) const;  // as it was
   bool is_argument(const at::Tensor& tensor, int number) const;
 
-  // The program that computes `outputs`. aliases: as of ProgramText::finish. steps.count 1: as without steps.
+  // The program that computes `outputs`. aliases: as of ProgramText::finish. steps and stacked: as well;
+  // 1: as without steps.
   std::string finish(at::TensorList outputs, const std::vector<std::pair<int, int>>& aliases = {}, int replicas = 1,
-                     const pjrt::ProgramText::Steps& steps = {});
+                     int steps = 1, const std::vector<bool>& stacked = {});
 
  private:
   friend class Call;
 
-  const Target target_;
+  const bool for_cpu_;
   pjrt::ProgramText program_;
   std::optional<int> seed_argument_;
   std::int32_t draws_ = 0;

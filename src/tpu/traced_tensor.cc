@@ -5,8 +5,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <optional>
-
 #include "lockstep/base/error.h"
 #include "ops/tensors.h"
 

@@ -51,8 +51,8 @@ void Acceptor::watch(std::vector<pollfd>& polls) const {
   for (const auto& end : proving_) polls.push_back({end->socket().get(), POLLIN, 0});
 }
 
-std::vector<Acceptor::Accepted> Acceptor::advance(std::span<const pollfd> polled) {
-  std::vector<Accepted> accepted;
+std::vector<Connection> Acceptor::advance(std::span<const pollfd> polled) {
+  std::vector<Connection> accepted;
   const Refuse refuse = [this](const Greeting& theirs) { return this->refuse(theirs); };
   for (std::size_t i = 0; i < proving_.size(); ++i) {
     auto& end = proving_[i];
@@ -107,13 +107,12 @@ bool Acceptor::make_room() {
   return true;
 }
 
-Acceptor::Accepted Acceptor::next(Deadline deadline) {
+Connection Acceptor::next(Deadline deadline) {
   while (accepted_.empty()) {
     if (deadline.passed()) throw DeadlineExceeded("accepting a connection", deadline.waited());
     std::vector<pollfd> polls;
     watch(polls);
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now()).count();
-    poll(polls.data(), polls.size(), static_cast<int>(std::clamp<std::int64_t>(left, 0, kLongestPoll)));
+    poll(polls.data(), polls.size(), std::min(milliseconds_to(deadline), kLongestPoll));
     accepted_ = advance(polls);
   }
   auto first = std::move(accepted_.front());

@@ -30,21 +30,15 @@ class Acceptor {
   Acceptor(const Acceptor&) = delete;
   Acceptor& operator=(const Acceptor&) = delete;
 
-  struct Accepted {
-    FileDescriptor socket;
-    Greeting greeting;
-    SessionKeys keys;
-  };
-
   // For a caller that waits for other events too: `watch` appends the descriptors for poll(2), and `advance` takes its
   // results. While `busy`, poll for at most kLongestPoll.
   static constexpr int kLongestPoll = 100;  // milliseconds
   void watch(std::vector<pollfd>& polls) const;
   bool busy() const { return no_descriptors_ || !proving_.empty(); }
-  std::vector<Accepted> advance(std::span<const pollfd> polled);
+  std::vector<Connection> advance(std::span<const pollfd> polled);
 
   // For a caller that waits for nothing else: returns the next connection. Throws DeadlineExceeded.
-  Accepted next(Deadline deadline);
+  Connection next(Deadline deadline);
 
  private:
   void take_new();
@@ -59,7 +53,7 @@ class Acceptor {
   const std::size_t most_;
   std::set<decltype(Greeting::random)> opened_;         // the random numbers of true openings so far
   std::vector<std::unique_ptr<AcceptingEnd>> proving_;  // the oldest first
-  std::vector<Accepted> accepted_;                      // for next
+  std::vector<Connection> accepted_;                    // for next
   bool no_descriptors_ = false;                         // this process can have no more for now
 };
 

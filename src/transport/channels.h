@@ -5,9 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <span>
-#include <string>
 
 #include "base/failure.h"
 #include "lockstep/base/deadline.h"

@@ -23,12 +23,6 @@ constexpr std::chrono::milliseconds kForAnswers(300);
 Failure goodbye() { return Failure::aborted(-1, "goodbye"); }
 bool is_goodbye(const Failure& failure) { return failure.reporter < 0; }
 
-// The time to wait in poll(2): an hour at most.
-int milliseconds_to(Deadline deadline) {
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now());
-  return static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, 3'600'000));
-}
-
 }  // namespace
 
 FailureChannel::FailureChannel(int rank, std::int64_t generation, double lost_host_seconds,

@@ -5,7 +5,6 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -25,15 +24,9 @@ constexpr const char* kNoProof =
     "where that is not set), or another process relays a connection to a loopback address from another host or network "
     "namespace";
 
-// Each kind of proof has a label of its own, so that no proof can stand for another.
-enum class Label : char {
-  opening = 'o',
-  connects = 'c',
-  accepts = 'a',
-  key_of_connects = 'C',
-  key_of_accepts = 'A',
-  number = 'n'
-};
+// Each kind of proof begins with a letter of its own, so that no proof can stand for another.
+constexpr char kOpening = 'o', kConnects = 'c', kAccepts = 'a', kNumber = 'n';
+constexpr char kKeyOfConnects = 'C', kKeyOfAccepts = 'A';
 
 // The connecting end sends this after its greeting.
 struct Opening {
@@ -42,31 +35,49 @@ struct Opening {
 };
 static_assert(sizeof(Opening) == sizeof(SocketAddress) + sizeof(Proof));
 
-class Authenticated {
- public:
-  Authenticated(const Access& access, Label label) {
-    const auto* const key = reinterpret_cast<const unsigned char*>(access.token.data());
-    crypto_auth_hmacsha256_init(&state_, key, access.token.size());
-    add(label);
-  }
-  template <class T>
-  Authenticated& add(const T& value) {
-    static_assert(std::has_unique_object_representations_v<T>);
-    crypto_auth_hmacsha256_update(&state_, reinterpret_cast<const unsigned char*>(&value), sizeof value);
-    return *this;
-  }
-  Proof proof() {
-    Proof proof;
-    crypto_auth_hmacsha256_final(&state_, proof.data());
-    return proof;
-  }
+const unsigned char* raw(std::string_view text) { return reinterpret_cast<const unsigned char*>(text.data()); }
+unsigned char* raw(std::string& text) { return reinterpret_cast<unsigned char*>(text.data()); }
 
- private:
-  crypto_auth_hmacsha256_state state_;
-};
+template <class T>
+std::string_view bytes_of(const T& value) {
+  static_assert(std::has_unique_object_representations_v<T>);
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
 
-Proof authenticate(const Access& access, Label label, const Handshake& handshake) {
-  return Authenticated(access, label).add(handshake.connects).add(handshake.dialled).add(handshake.accepts).proof();
+// The proof of these bytes, one part after the other, under the job's token.
+Proof authenticate(const Access& access, char letter, std::initializer_list<std::string_view> parts) {
+  crypto_auth_hmacsha256_state state;
+  crypto_auth_hmacsha256_init(&state, raw(access.token), access.token.size());
+  crypto_auth_hmacsha256_update(&state, raw(bytes_of(letter)), sizeof letter);
+  for (const auto part : parts) crypto_auth_hmacsha256_update(&state, raw(part), part.size());
+  Proof proof;
+  crypto_auth_hmacsha256_final(&state, proof.data());
+  return proof;
+}
+
+Proof authenticate(const Access& access, char letter, const Handshake& handshake) {
+  const auto& [connects, dialled, accepts] = handshake;
+  return authenticate(access, letter, {bytes_of(connects), bytes_of(dialled), bytes_of(accepts)});
+}
+
+// Reads what has arrived for the value and does not wait; true once the value is whole. `arrived`: its bytes so far.
+// Throws ConnectionClosed and ClusterError.
+template <class T>
+bool receive(const FileDescriptor& socket, std::vector<std::byte>& arrived, T& value) {
+  const auto before = arrived.size();
+  arrived.resize(sizeof value);
+  const auto count = recv(socket.get(), arrived.data() + before, sizeof value - before, 0);
+  const auto error = errno;
+  arrived.resize(before + static_cast<std::size_t>(std::max<ssize_t>(0, count)));
+  if (count == 0) throw ConnectionClosed();
+  if (count < 0) {
+    if (error != EAGAIN && error != EINTR) throw_broken(error);
+    return false;
+  }
+  if (arrived.size() < sizeof value) return false;
+  std::memcpy(&value, arrived.data(), sizeof value);
+  arrived.clear();
+  return true;
 }
 
 std::string name_of(const Greeting& greeting) {
@@ -111,50 +122,28 @@ bool is_bound(const SocketAddress& dialled, const SocketAddress& accepted, Bound
 }
 
 Proof prove_opening(const Access& access, const Greeting& connects, const SocketAddress& dialled) {
-  Authenticated opening(access, Label::opening);
-  opening.add(connects).add(dialled);
-  // Every host has these addresses. Without a token they prove nothing.
-  if (!access.token.empty() && is_loopback(dialled)) {
-    for (const char letter : this_network()) opening.add(letter);
-  }
-  return opening.proof();
+  // Every host has loopback addresses. Without a token they prove nothing.
+  const auto network = !access.token.empty() && is_loopback(dialled) ? this_network() : "";
+  return authenticate(access, kOpening, {bytes_of(connects), bytes_of(dialled), network});
 }
 
 Proof prove(const Access& access, End end, const Handshake& handshake) {
-  return authenticate(access, end == End::connects ? Label::connects : Label::accepts, handshake);
+  return authenticate(access, end == End::connects ? kConnects : kAccepts, handshake);
 }
 
 SessionKeys session_keys(const Access& access, const Handshake& handshake) {
-  return {.connects = authenticate(access, Label::key_of_connects, handshake),
-          .accepts = authenticate(access, Label::key_of_accepts, handshake)};
+  return {.connects = authenticate(access, kKeyOfConnects, handshake),
+          .accepts = authenticate(access, kKeyOfAccepts, handshake)};
 }
 
 std::uint64_t secret_number(const Access& access, const std::string& name) {
-  Authenticated named(access, Label::number);
-  for (const char letter : name) named.add(letter);
-  const auto bytes = named.proof();
+  const auto bytes = authenticate(access, kNumber, {name});
   std::uint64_t number = 0;
   std::memcpy(&number, bytes.data(), sizeof number);
   return number;
 }
 
 bool equal(const Proof& a, const Proof& b) { return sodium_memcmp(a.data(), b.data(), a.size()) == 0; }
-
-bool Arriving::receive(int socket, std::span<std::byte> value) {
-  const auto before = received_.size();
-  received_.resize(value.size());
-  const auto count = recv(socket, received_.data() + before, value.size() - before, 0);
-  const auto error = errno;
-  received_.resize(before + static_cast<std::size_t>(std::max<ssize_t>(0, count)));
-  if (count == 0) throw ConnectionClosed();
-  const auto broken = [&] { return text("a connection broke: ", std::strerror(error)); };
-  if (count < 0 && error == ECONNRESET) throw ConnectionClosed(broken());
-  if (count < 0 && error != EAGAIN && error != EINTR) throw ClusterError(broken());
-  if (received_.size() < value.size()) return false;
-  std::copy(received_.begin(), received_.end(), value.begin());
-  received_.clear();
-  return true;
-}
 
 // The greeting and the opening fit into any socket's buffer, so writing does not wait.
 ConnectingEnd::ConnectingEnd(const FileDescriptor& socket, const Access& access, const Greeting& who)
@@ -171,7 +160,7 @@ ConnectingEnd::ConnectingEnd(const FileDescriptor& socket, const Access& access,
 bool ConnectingEnd::advance() {
   auto& theirs = handshake_.accepts;
   if (!has_greeting_) {
-    if (!arriving_.receive(socket_.get(), std::as_writable_bytes(std::span(&theirs, 1)))) return false;
+    if (!receive(socket_, arrived_, theirs)) return false;
     has_greeting_ = true;
     const auto problem = problem_with(theirs, handshake_.connects);
     if (!problem.empty()) throw ClusterError(problem);
@@ -183,20 +172,20 @@ bool ConnectingEnd::advance() {
     }
   }
   Proof proof;
-  if (!arriving_.receive(socket_.get(), std::as_writable_bytes(std::span(proof)))) return false;
+  if (!receive(socket_, arrived_, proof)) return false;
   if (!equal(proof, prove(access_, End::accepts, handshake_))) throw ClusterError(kNoProof);
   write_value(socket_, prove(access_, End::connects, handshake_), Deadline::after(std::chrono::seconds(0)));
   return true;
 }
 
-Introduced introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline) {
+ConnectingEnd introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline) {
   ConnectingEnd end(socket, access, who);
   while (!end.advance()) {
     if (!wait_for_events(socket.get(), POLLIN, deadline)) {
       throw DeadlineExceeded("reading from a connection", deadline.waited());
     }
   }
-  return {end.theirs(), end.keys()};
+  return end;
 }
 
 Connection connect_proved(const std::string& address, const Access& access, const Greeting& who, Deadline deadline,
@@ -206,8 +195,8 @@ Connection connect_proved(const std::string& address, const Access& access, cons
     auto socket = connect_to(address, deadline);
     const auto by = Deadline::after(attempt);
     try {
-      const auto [theirs, keys] = introduce(socket, access, who, by.time() < deadline.time() ? by : deadline);
-      return {std::move(socket), theirs, keys};
+      const auto end = introduce(socket, access, who, by.time() < deadline.time() ? by : deadline);
+      return {std::move(socket), end.theirs(), end.keys()};
     } catch (const ConnectionClosed&) {
       if (deadline.passed()) throw;
     } catch (const DeadlineExceeded&) {
@@ -218,63 +207,40 @@ Connection connect_proved(const std::string& address, const Access& access, cons
   }
 }
 
-namespace {
-
-// One of several addresses that are asked at once.
-class Candidate {
- public:
-  explicit Candidate(const std::string& address) : socket_(begin_to_connect(address)) {}
-
-  bool open() const { return socket_.open(); }
-  bool silent() const { return open() && end_ != nullptr; }
-  pollfd events() const { return {socket_.get(), static_cast<short>(end_ ? POLLIN : POLLOUT), 0}; }
-
-  // Called after an event: true once the other end has proved. Throws ClusterError saying what is wrong.
-  bool advance(const Access& access, const Greeting& who) {
-    if (end_) return end_->advance();
-    if (error_of(socket_) == 0) {
-      end_ = std::make_unique<ConnectingEnd>(socket_, access, who);
-    } else {
-      close();  // nobody answers there
-    }
-    return false;
-  }
-  void close() {
-    end_ = nullptr;
-    socket_ = {};
-  }
-
- private:
-  FileDescriptor socket_;
-  std::unique_ptr<ConnectingEnd> end_;  // null while the connection is being made
-};
-
-}  // namespace
-
 std::optional<std::size_t> first_that_proves(std::span<const std::string> addresses, const Access& access,
                                              const Greeting& who, Deadline deadline, std::string& problem) {
-  std::vector<std::unique_ptr<Candidate>> candidates;
-  for (const auto& address : addresses) candidates.push_back(std::make_unique<Candidate>(address));
+  std::vector<FileDescriptor> sockets;
+  std::vector<std::unique_ptr<ConnectingEnd>> ends(addresses.size());  // null while the connection is being made
+  for (const auto& address : addresses) sockets.push_back(begin_to_connect(address));
   const auto note = [&](std::size_t i, const std::string& what) { problem = text(addresses[i], ": ", what); };
-  const auto open = [](const auto& candidate) { return candidate->open(); };
-  while (std::any_of(candidates.begin(), candidates.end(), open)) {
+  const auto advance = [&](std::size_t i) {
+    if (ends[i]) return ends[i]->advance();
+    if (error_of(sockets[i]) == 0) {
+      ends[i] = std::make_unique<ConnectingEnd>(sockets[i], access, who);
+    } else {
+      sockets[i] = {};  // nobody answers there
+    }
+    return false;
+  };
+  const auto open = [](const auto& socket) { return socket.open(); };
+  while (std::any_of(sockets.begin(), sockets.end(), open)) {
     std::vector<pollfd> polls;
-    for (const auto& candidate : candidates) polls.push_back(candidate->events());
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now()).count();
-    poll(polls.data(), polls.size(), static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000)));
+    for (std::size_t i = 0; i < sockets.size(); ++i)
+      polls.push_back({sockets[i].get(), static_cast<short>(ends[i] ? POLLIN : POLLOUT), 0});
+    poll(polls.data(), polls.size(), milliseconds_to(deadline));
     for (std::size_t i = 0; i < polls.size(); ++i) {
       try {
-        if (polls[i].revents != 0 && candidates[i]->advance(access, who)) return i;
+        if (polls[i].revents != 0 && advance(i)) return i;
       } catch (const ClusterError& error) {
         note(i, error.what());
-        candidates[i]->close();
+        ends[i] = nullptr;
+        sockets[i] = {};
       }
     }
-    if (!deadline.passed()) continue;
-    for (std::size_t i = 0; i < polls.size(); ++i) {
-      if (candidates[i]->silent()) note(i, "who answers there is silent");
-    }
-    return std::nullopt;
+    if (deadline.passed()) break;
+  }
+  for (std::size_t i = 0; i < ends.size(); ++i) {
+    if (ends[i]) note(i, "who answers there is silent");
   }
   return std::nullopt;
 }
@@ -282,7 +248,7 @@ std::optional<std::size_t> first_that_proves(std::span<const std::string> addres
 bool AcceptingEnd::advance(const Access& access, const Greeting& who, const Refuse& refuse) {
   auto& theirs = handshake_.connects;
   if (!has_greeted_) {
-    if (!receive(std::as_writable_bytes(std::span(&theirs, 1)))) return false;
+    if (!receive(socket_, arrived_, theirs)) return false;
     has_greeted_ = true;
     // Ends of another version may send something else after their greeting.
     if (theirs.magic != who.magic || theirs.version != who.version)
@@ -290,7 +256,7 @@ bool AcceptingEnd::advance(const Access& access, const Greeting& who, const Refu
   }
   if (!has_opened_) {
     Opening opening;
-    if (!receive(std::as_writable_bytes(std::span(&opening, 1)))) return false;
+    if (!receive(socket_, arrived_, opening)) return false;
     handshake_.dialled = opening.dialled;
     auto mine = fresh(who);
     if (!equal(opening.proof, prove_opening(access, theirs, opening.dialled))) answer(access, mine, kNoProof);
@@ -309,7 +275,7 @@ bool AcceptingEnd::advance(const Access& access, const Greeting& who, const Refu
     answer(access, mine, problem);
   }
   Proof proof;
-  if (!receive(std::as_writable_bytes(std::span(proof)))) return false;
+  if (!receive(socket_, arrived_, proof)) return false;
   if (!equal(proof, prove(access, End::connects, handshake_))) throw ClusterError(kNoProof);
   return true;
 }
@@ -340,9 +306,6 @@ Nonce nonce_of(std::uint64_t number) {
   return nonce;
 }
 
-const unsigned char* bytes_of(std::string_view text) { return reinterpret_cast<const unsigned char*>(text.data()); }
-unsigned char* bytes_of(std::string& text) { return reinterpret_cast<unsigned char*>(text.data()); }
-
 }  // namespace
 
 Seal::Seal(const SessionKeys& keys, End end)
@@ -353,17 +316,16 @@ std::string Seal::close(std::string_view message) {
   const auto length = static_cast<std::uint32_t>(message.size() + kTag);
   std::string sealed(sizeof length + length, '\0');
   std::memcpy(sealed.data(), &length, sizeof length);
-  crypto_aead_chacha20poly1305_ietf_encrypt(bytes_of(sealed) + sizeof length, nullptr, bytes_of(message),
-                                            message.size(), nullptr, 0, nullptr, nonce_of(sent_++).data(),
-                                            to_send_.data());
+  crypto_aead_chacha20poly1305_ietf_encrypt(raw(sealed) + sizeof length, nullptr, raw(message), message.size(), nullptr,
+                                            0, nullptr, nonce_of(sent_++).data(), to_send_.data());
   return sealed;
 }
 
 std::string Seal::open(std::string_view sealed) {
   std::string message(sealed.size() < kTag ? 0 : sealed.size() - kTag, '\0');
   if (sealed.size() < kTag ||
-      crypto_aead_chacha20poly1305_ietf_decrypt(bytes_of(message), nullptr, nullptr, bytes_of(sealed), sealed.size(),
-                                                nullptr, 0, nonce_of(received_++).data(), to_receive_.data()) != 0) {
+      crypto_aead_chacha20poly1305_ietf_decrypt(raw(message), nullptr, nullptr, raw(sealed), sealed.size(), nullptr, 0,
+                                                nonce_of(received_++).data(), to_receive_.data()) != 0) {
     throw ClusterError("what came over a connection is not what the other side has sent");
   }
   return message;

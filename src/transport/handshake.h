@@ -19,8 +19,6 @@
 
 namespace lockstep::transport {
 
-// The handshake by which the two ends of a connection learn who the other is, and that it belongs to the job.
-//
 //   the end that connects            the end that accepts
 //   Greeting, dialled, opening   ->
 //                                <-  Greeting, Proof
@@ -88,17 +86,6 @@ bool equal(const Proof& a, const Proof& b);  // in constant time
 // dialled another address than it may with Bound::to_address, or with Bound::to_port.
 inline constexpr std::int32_t kRefused = -2, kElsewhere = -3, kAtOtherPort = -4;
 
-// Bytes that arrive on a socket, which it does not own.
-class Arriving {
- public:
-  // Reads what has arrived and does not wait; true once `value` is whole. Throws ConnectionClosed and ClusterError.
-  bool receive(int socket, std::span<std::byte> value);
-  bool empty() const { return received_.empty(); }
-
- private:
-  std::vector<std::byte> received_;  // of an incomplete value
-};
-
 // The connecting end, which advances as bytes arrive. Used by one thread; the socket must outlive it.
 class ConnectingEnd {
  public:
@@ -116,26 +103,24 @@ class ConnectingEnd {
   const FileDescriptor& socket_;
   const Access access_;
   Handshake handshake_;
-  Arriving arriving_;
+  std::vector<std::byte> arrived_;  // of an incomplete value
   bool has_greeting_ = false;
 };
 
-// The whole handshake at the connecting end. Throws ClusterError saying what is wrong with the other end,
-// ConnectionClosed where it has ended the connection and not said why, and DeadlineExceeded.
-struct Introduced {
-  Greeting theirs;
-  SessionKeys keys;
-};
-Introduced introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline);
+// The whole handshake at the connecting end, which it returns. Throws ClusterError saying what is wrong with the other
+// end, ConnectionClosed where it has ended the connection and not said why, and DeadlineExceeded.
+ConnectingEnd introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline);
 
-// Connects and introduces itself. Connects again, until the deadline, where the connection is closed before the other
-// end has greeted: a process with many connections turns away slow ones. Connects again too where the other end is
-// silent for the time of an attempt: a stranger may have the port for a while. Throws as connect_to and introduce.
+// A connection whose other end has proved that it belongs to the job.
 struct Connection {
   FileDescriptor socket;
   Greeting theirs;
   SessionKeys keys;
 };
+
+// Connects and introduces itself. Connects again, until the deadline, where the connection is closed before the other
+// end has greeted: a process with many connections turns away slow ones. Connects again too where the other end is
+// silent for the time of an attempt: a stranger may have the port for a while. Throws as connect_to and introduce.
 Connection connect_proved(const std::string& address, const Access& access, const Greeting& who, Deadline deadline,
                           std::chrono::duration<double> attempt = std::chrono::seconds(30));
 
@@ -158,8 +143,8 @@ class AcceptingEnd {
   // ClusterError saying what is wrong with it. The address that was dialled counts only where there is a token.
   bool advance(const Access& access, const Greeting& who, const Refuse& refuse);
 
-  bool has_opened() const { return has_opened_; }                       // with a proof of its own
-  bool has_sent() const { return has_greeted_ || !arriving_.empty(); }  // anything
+  bool has_opened() const { return has_opened_; }                      // with a proof of its own
+  bool has_sent() const { return has_greeted_ || !arrived_.empty(); }  // anything
   std::chrono::duration<double> age() const { return since_.waited(); }
   const Greeting& theirs() const { return handshake_.connects; }
   SessionKeys keys(const Access& access) const { return session_keys(access, handshake_); }
@@ -167,13 +152,12 @@ class AcceptingEnd {
   FileDescriptor take_socket() { return std::move(socket_); }
 
  private:
-  bool receive(std::span<std::byte> value) { return arriving_.receive(socket_.get(), value); }
   void answer(const Access& access, Greeting mine, const std::string& problem);
 
   FileDescriptor socket_;
   const Bound bound_;
   Deadline since_ = Deadline::never();
-  Arriving arriving_;
+  std::vector<std::byte> arrived_;  // of an incomplete value
   bool has_greeted_ = false, has_opened_ = false;
   Handshake handshake_;
 };

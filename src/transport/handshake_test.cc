@@ -46,7 +46,7 @@ Ends shake_hands(const Access& connecting, const Access& accepting, const Greeti
   {
     const auto socket = connect_to(local_address(listener), soon());
     said.connecting =
-        message_of<ClusterError>([&] { EXPECT_EQ(introduce(socket, connecting, connects, soon()).theirs.rank, 0); });
+        message_of<ClusterError>([&] { EXPECT_EQ(introduce(socket, connecting, connects, soon()).theirs().rank, 0); });
   }
   other.join();
   return said;

@@ -1,6 +1,5 @@
 #include "transport/memory_channels.h"
 
-#include <algorithm>
 #include <cstring>
 
 namespace lockstep::transport {

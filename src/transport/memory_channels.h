@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <bit>
 #include <memory>
-#include <vector>
 
 #include "transport/channels.h"
 #include "transport/shared_space.h"

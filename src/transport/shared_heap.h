@@ -43,9 +43,6 @@ class Heap {
   std::map<std::byte*, std::size_t> taken_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
-// Memory that each rank of a host allocates and all of them can access. The memory grows as it is used: neither
-// addresses nor bytes of a file are reserved before.
-//
 // One rank's own heap, and its view of the others'. Each is a file that grows by segments:
 //
 //   file of rank r   | segment 0 | segment 1 | ...

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 #include <cstring>
 #include <thread>
 
@@ -35,22 +34,14 @@ struct Hello {
   bool same_protocol(const Hello& other) const { return magic == other.magic && version == other.version; }
 };
 
-// The second message from rank 0; the heaps come with it.
-struct Heaps {
-  std::int32_t count = 0;
-};
-
-struct NamedAddress {
-  explicit NamedAddress(const std::string& name) {
-    address.sun_family = AF_UNIX;
-    std::memcpy(address.sun_path + 1, name.data(), name.size());  // a first byte of zero: not in any folder
-    length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  }
-  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
-
+// Calls bind or connect with the address of that name, which is in no folder: its first byte is zero.
+int call_with_name(decltype(&connect) call, const FileDescriptor& socket, const std::string& name) {
   sockaddr_un address{};
-  socklen_t length = 0;
-};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return call(socket.get(), reinterpret_cast<const sockaddr*>(&address), length);
+}
 
 FileDescriptor unix_socket() {
   FileDescriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -160,8 +151,7 @@ class Host {
         memory_(SharedSpace::make_memfd(layout)),
         listener_(unix_socket()),
         name_("lockstep-" + random_name()) {
-    const NamedAddress address(name_);
-    if (bind(listener_.get(), address.get(), address.length) != 0 || listen(listener_.get(), SOMAXCONN) != 0) {
+    if (call_with_name(&bind, listener_, name_) != 0 || listen(listener_.get(), SOMAXCONN) != 0) {
       throw ClusterError(text("cannot listen at a Unix socket: ", std::strerror(errno)));
     }
   }
@@ -169,16 +159,12 @@ class Host {
   const std::string& name() const { return name_; }
   const FileDescriptor& memory() const { return memory_; }
 
-  // [rank]: pidfds, and heaps.
-  struct Shared {
-    std::vector<FileDescriptor> pidfds, heaps;
-  };
-  Shared welcome(Deadline deadline) {
+  // Returns the pidfds and the heaps of all, [rank].
+  std::pair<std::vector<FileDescriptor>, std::vector<FileDescriptor>> welcome(Deadline deadline) {
     const auto ranks = static_cast<std::size_t>(layout_.ranks);
-    Shared shared{std::vector<FileDescriptor>(ranks), std::vector<FileDescriptor>(ranks)};
-    std::vector<FileDescriptor> guests(ranks);
-    shared.pidfds[0] = own_pidfd();
-    shared.heaps[0] = make_memory_file();
+    std::vector<FileDescriptor> pidfds(ranks), heaps(ranks), guests(ranks);
+    pidfds[0] = own_pidfd();
+    heaps[0] = make_memory_file();
     for (std::size_t come = 1; come < ranks;) {
       try {
         auto guest = accept_from(listener_, deadline);
@@ -188,8 +174,8 @@ class Host {
         const auto rank = static_cast<std::size_t>(hello.rank);
         const bool expected = hello.rank > 0 && rank < ranks && !guests[rank].open();
         if (!hello.same_protocol({}) || !expected || own.size() != 2 || !cannot_shrink(own[1].get())) continue;
-        shared.pidfds[rank] = std::move(own[0]);
-        shared.heaps[rank] = std::move(own[1]);
+        pidfds[rank] = std::move(own[0]);
+        heaps[rank] = std::move(own[1]);
         guests[rank] = std::move(guest);
         ++come;
       } catch (const DeadlineExceeded&) {
@@ -200,14 +186,14 @@ class Host {
         log_warning(text("a process that wanted to share memory went away: ", error.what()));
       }
     }
-    std::vector<int> pidfds{memory_.get()}, heaps;
-    for (const auto& pidfd : shared.pidfds) pidfds.push_back(pidfd.get());
-    for (const auto& heap : shared.heaps) heaps.push_back(heap.get());
+    std::vector<int> first{memory_.get()}, second;  // the descriptors of the two messages
+    for (const auto& pidfd : pidfds) first.push_back(pidfd.get());
+    for (const auto& heap : heaps) second.push_back(heap.get());
     for (std::size_t r = 1; r < ranks; ++r) {
-      send_with(guests[r], layout_, pidfds, deadline);
-      send_with(guests[r], Heaps{.count = layout_.ranks}, heaps, deadline);
+      send_with(guests[r], layout_, first, deadline);
+      send_with(guests[r], layout_.ranks, second, deadline);
     }
-    return shared;
+    return {std::move(pidfds), std::move(heaps)};
   }
 
  private:
@@ -242,13 +228,12 @@ SharedRendezvous rendezvous_in_shared_memory(int rank, const SpaceLayout& layout
   if (rank == 0) {
     Host host(layout, names);
     all_gather(host.name());
-    auto shared = host.welcome(deadline);
-    return {member(std::make_shared<SharedSpace>(layout, host.memory().get()), std::move(shared.pidfds)),
-            std::move(shared.heaps)};
+    auto [pidfds, heaps] = host.welcome(deadline);
+    return {member(std::make_shared<SharedSpace>(layout, host.memory().get()), std::move(pidfds)), std::move(heaps)};
   }
-  const NamedAddress address(all_gather("")[0]);
+  const auto name = all_gather("")[0];
   const auto socket = unix_socket();
-  while (connect(socket.get(), address.get(), address.length) != 0) {
+  while (call_with_name(&connect, socket, name) != 0) {
     if (errno != EAGAIN && errno != EINTR) {
       throw ClusterError(text("rank 0 cannot be reached over a Unix socket (", std::strerror(errno),
                               "): do these ranks really share a host?"));
@@ -265,7 +250,7 @@ SharedRendezvous rendezvous_in_shared_memory(int rank, const SpaceLayout& layout
   const auto made = receive_with<SpaceLayout>(socket, given, deadline);
   const auto problem = problem_with(made, layout, given);
   if (!problem.empty()) throw ClusterError("rank 0 cannot share its memory: " + problem);
-  receive_with<Heaps>(socket, heaps, deadline);
+  receive_with<int>(socket, heaps, deadline);
   const bool safe = std::all_of(heaps.begin(), heaps.end(), [](const auto& file) { return cannot_shrink(file.get()); });
   if (heaps.size() != static_cast<std::size_t>(layout.ranks) || !safe) {
     throw ClusterError("rank 0 cannot share the ranks' memory: its files are not what they must be");

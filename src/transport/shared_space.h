@@ -6,7 +6,6 @@
 
 #include <sys/mman.h>
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>

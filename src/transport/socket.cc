@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -20,7 +21,6 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "lockstep/base/error.h"
 
 namespace lockstep::transport {
 namespace {
@@ -73,6 +73,23 @@ std::string numeric_host(const sockaddr* address, socklen_t size) {
   return host;
 }
 
+// The address of one end of the socket: by getsockname of its own, by getpeername of the other.
+sockaddr_storage end_of(const FileDescriptor& socket, decltype(&getsockname) get) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  get(socket.get(), reinterpret_cast<sockaddr*>(&address), &size);
+  return address;
+}
+
+std::string own_host_of(const FileDescriptor& socket) {
+  const auto address = end_of(socket, getsockname);
+  return numeric_host(reinterpret_cast<const sockaddr*>(&address), sizeof address);
+}
+
+void set_option(const FileDescriptor& socket, int level, int option, int value) {
+  setsockopt(socket.get(), level, option, &value, sizeof value);
+}
+
 void require_access(const std::string& address, const addrinfo& where, const Access& access) {
   const bool of_job = !access.token.empty() && !access.of_this_user;
   if (of_job || is_loopback(numeric_host(where.ai_addr, where.ai_addrlen))) return;
@@ -95,8 +112,31 @@ void require_access(const std::string& address, const addrinfo& where, const Acc
 int try_connect(const FileDescriptor& socket, const addrinfo& address, Deadline deadline) {
   if (connect(socket.get(), address.ai_addr, address.ai_addrlen) == 0) return 0;
   if (errno != EINPROGRESS) return errno;
-  if (!wait_for_events(socket.get(), POLLOUT, deadline)) return ETIMEDOUT;
-  return error_of(socket);
+  return wait_for_events(socket.get(), POLLOUT, deadline) ? error_of(socket) : ETIMEDOUT;
+}
+
+// Connects once; a closed descriptor where that fails. `problem` then says why, and `unknown` is the resolver's error,
+// or 0.
+FileDescriptor try_to_connect(const std::string& address, Deadline deadline, std::string& problem, int& unknown) {
+  AddressList where(nullptr, &freeaddrinfo);
+  unknown = look_up(address, where);
+  if (unknown != 0) {
+    problem = gai_strerror(unknown);
+    return {};
+  }
+  auto socket = open_socket(*where);
+  if (const int error = try_connect(socket, *where, deadline); error != 0) {
+    problem = std::strerror(error);
+    return {};
+  }
+  send_at_once(socket);
+  return socket;
+}
+
+// Called where a call on the socket moved nothing: waits until one can.
+void wait_for_bytes(const FileDescriptor& socket, short events, Deadline deadline, const char* operation) {
+  if (errno != EAGAIN && errno != EINTR) throw_broken(errno);
+  if (!wait_for_events(socket.get(), events, deadline)) throw DeadlineExceeded(operation, deadline.waited());
 }
 
 // A v4 address as the v6 address that stands for it.
@@ -115,32 +155,27 @@ SocketAddress socket_address(const sockaddr_storage& address) {
   return found;
 }
 
+in6_addr v6_of(const SocketAddress& address) { return std::bit_cast<in6_addr>(address.host); }
+
 bool is_v4(const SocketAddress& address) {
-  in6_addr host;
-  std::memcpy(&host, address.host.data(), sizeof host);
+  const auto host = v6_of(address);
   return IN6_IS_ADDR_V4MAPPED(&host);
 }
 
 }  // namespace
 
-SocketAddress own_end_of(const FileDescriptor& socket) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size);
-  return socket_address(address);
+void throw_broken(int error) {
+  const auto problem = text("a connection broke: ", std::strerror(error));
+  if (error == EPIPE || error == ECONNRESET) throw ConnectionClosed(problem);
+  throw ClusterError(problem);
 }
 
-SocketAddress other_end_of(const FileDescriptor& socket) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  getpeername(socket.get(), reinterpret_cast<sockaddr*>(&address), &size);
-  return socket_address(address);
-}
+SocketAddress own_end_of(const FileDescriptor& socket) { return socket_address(end_of(socket, getsockname)); }
+SocketAddress other_end_of(const FileDescriptor& socket) { return socket_address(end_of(socket, getpeername)); }
 
 bool is_loopback(const SocketAddress& address) {
   if (is_v4(address)) return address.host[12] == IN_LOOPBACKNET;
-  in6_addr host;
-  std::memcpy(&host, address.host.data(), sizeof host);
+  const auto host = v6_of(address);
   return IN6_IS_ADDR_LOOPBACK(&host);
 }
 
@@ -163,9 +198,8 @@ FileDescriptor listen_at(const std::string& address, const Access& access) {
   const auto where = parse(address);
   require_access(address, *where, access);
   auto socket = open_socket(*where);
-  const int on = 1, off = 0;
-  setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (where->ai_family == AF_INET6) setsockopt(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+  set_option(socket, SOL_SOCKET, SO_REUSEADDR, 1);
+  if (where->ai_family == AF_INET6) set_option(socket, IPPROTO_IPV6, IPV6_V6ONLY, 0);
   if (bind(socket.get(), where->ai_addr, where->ai_addrlen) != 0 || listen(socket.get(), SOMAXCONN) != 0) {
     throw ClusterError(text("cannot listen at ", address, ": ", std::strerror(errno)));
   }
@@ -190,13 +224,7 @@ FileDescriptor listen_at_any_port(const std::string& address, const Access& acce
 }
 
 std::string local_address(const FileDescriptor& socket) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size);
-  char host[NI_MAXHOST], port[NI_MAXSERV];
-  getnameinfo(reinterpret_cast<sockaddr*>(&address), size, host, sizeof host, port, sizeof port,
-              NI_NUMERICHOST | NI_NUMERICSERV);
-  return address.ss_family == AF_INET6 ? text("[", host, "]:", port) : text(host, ":", port);
+  return with_port(own_host_of(socket), ntohs(own_end_of(socket).port));
 }
 
 std::string address_towards(const std::string& host, Deadline deadline) {
@@ -213,31 +241,19 @@ std::string address_towards(const std::string& host, Deadline deadline) {
   if (!socket.open() || connect(socket.get(), where->ai_addr, where->ai_addrlen) != 0) {
     throw ClusterError(text("there is no way to ", host, ": ", std::strerror(errno)));
   }
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size);
-  return numeric_host(reinterpret_cast<sockaddr*>(&address), size);
+  return own_host_of(socket);
 }
 
 FileDescriptor connect_to(const std::string& address, Deadline deadline) {
   if (address.ends_with(":0")) throw bad_address(address, "has the port 0, at which nobody listens");
   for (bool told = false;;) {
-    AddressList where(nullptr, &freeaddrinfo);
-    const int unknown = look_up(address, where);
-    if (unknown != 0 && !may_come(unknown))
-      throw bad_address(address, text("cannot be used (", gai_strerror(unknown), ")"));
-    std::string problem = gai_strerror(unknown);
-    if (unknown == 0) {
-      auto socket = open_socket(*where);
-      const int error = try_connect(socket, *where, deadline);
-      if (error == 0) {
-        send_at_once(socket);
-        return socket;
-      }
-      problem = std::strerror(error);
-    } else if (!std::exchange(told, true)) {
+    std::string problem;
+    int unknown = 0;
+    auto socket = try_to_connect(address, deadline, problem, unknown);
+    if (socket.open()) return socket;
+    if (unknown != 0 && !may_come(unknown)) throw bad_address(address, text("cannot be used (", problem, ")"));
+    if (unknown != 0 && !std::exchange(told, true))
       log_warning(text("connecting to ", address, ": ", problem, "; trying again"));
-    }
     if (deadline.passed()) {
       throw DeadlineExceeded(text("connecting to ", address), deadline.waited(), {}, text(" (", problem, ")"));
     }
@@ -262,19 +278,8 @@ int error_of(const FileDescriptor& socket) {
 }
 
 FileDescriptor connect_once(const std::string& address, Deadline deadline, std::string& problem) {
-  AddressList where(nullptr, &freeaddrinfo);
-  if (const int unknown = look_up(address, where); unknown != 0) {
-    problem = gai_strerror(unknown);
-    return {};
-  }
-  auto socket = open_socket(*where);
-  const int error = try_connect(socket, *where, deadline);
-  if (error != 0) {
-    problem = std::strerror(error);
-    return {};
-  }
-  send_at_once(socket);
-  return socket;
+  int unknown = 0;
+  return try_to_connect(address, deadline, problem, unknown);
 }
 
 bool answers_at(const std::string& address, Deadline deadline) {
@@ -282,10 +287,7 @@ bool answers_at(const std::string& address, Deadline deadline) {
   return connect_once(address, deadline, problem).open();
 }
 
-void send_at_once(const FileDescriptor& socket) {
-  const int on = 1;
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-}
+void send_at_once(const FileDescriptor& socket) { set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1); }
 
 FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline) {
   while (true) {
@@ -305,52 +307,39 @@ FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline) {
 void write_all(const FileDescriptor& socket, std::span<const std::byte> bytes, Deadline deadline) {
   while (!bytes.empty()) {
     const auto written = send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
-    if (written > 0) {
-      bytes = bytes.subspan(static_cast<std::size_t>(written));
-    } else if (errno == EPIPE || errno == ECONNRESET) {
-      throw ConnectionClosed(text("a connection broke: ", std::strerror(errno)));
-    } else if (errno != EAGAIN && errno != EINTR) {
-      throw ClusterError(text("a connection broke: ", std::strerror(errno)));
-    } else if (!wait_for_events(socket.get(), POLLOUT, deadline)) {
-      throw DeadlineExceeded("writing to a connection", deadline.waited());
-    }
+    if (written <= 0) wait_for_bytes(socket, POLLOUT, deadline, "writing to a connection");
+    bytes = bytes.subspan(static_cast<std::size_t>(std::max<ssize_t>(0, written)));
   }
 }
 
 void read_all(const FileDescriptor& socket, std::span<std::byte> bytes, Deadline deadline) {
   while (!bytes.empty()) {
     const auto count = recv(socket.get(), bytes.data(), bytes.size(), 0);
-    if (count > 0) {
-      bytes = bytes.subspan(static_cast<std::size_t>(count));
-    } else if (count == 0) {
-      throw ConnectionClosed();
-    } else if (errno == ECONNRESET) {
-      throw ConnectionClosed(text("a connection broke: ", std::strerror(errno)));
-    } else if (errno != EAGAIN && errno != EINTR) {
-      throw ClusterError(text("a connection broke: ", std::strerror(errno)));
-    } else if (!wait_for_events(socket.get(), POLLIN, deadline)) {
-      throw DeadlineExceeded("reading from a connection", deadline.waited());
-    }
+    if (count == 0) throw ConnectionClosed();
+    if (count < 0) wait_for_bytes(socket, POLLIN, deadline, "reading from a connection");
+    bytes = bytes.subspan(static_cast<std::size_t>(std::max<ssize_t>(0, count)));
   }
 }
 
 void keep_alive(const FileDescriptor& socket, double seconds) {
-  const int on = 1, idle = std::max(1, static_cast<int>(seconds / 3)), between = std::max(1, idle / 2);
-  const int probes = std::max(1, (static_cast<int>(seconds) - idle) / between);
-  setsockopt(socket.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPINTVL, &between, sizeof between);
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+  const int idle = std::max(1, static_cast<int>(seconds / 3)), between = std::max(1, idle / 2);
+  set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, idle);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, between);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, std::max(1, (static_cast<int>(seconds) - idle) / between));
   // While bytes that were sent have not arrived, nothing is probed, and they are sent again for a quarter of an hour.
-  const auto milliseconds = static_cast<unsigned>(1000 * seconds);
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &milliseconds, sizeof milliseconds);
+  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(1000 * seconds));
+}
+
+int milliseconds_to(Deadline deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now());
+  return static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, 1'000'000));
 }
 
 bool wait_for_events(int fd, short events, Deadline deadline) {
   while (true) {
     pollfd poll{fd, events, 0};
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now()).count();
-    const int ready = ::poll(&poll, 1, static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000)));
+    const int ready = ::poll(&poll, 1, milliseconds_to(deadline));
     if (ready > 0) return true;
     if (ready == 0 && deadline.passed()) return false;
   }

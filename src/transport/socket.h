@@ -21,6 +21,9 @@ class ConnectionClosed : public ClusterError {
   using ClusterError::ClusterError;
 };
 
+// Throws ConnectionClosed where errno, `error`, says that the other side has ended the connection; else ClusterError.
+[[noreturn]] void throw_broken(int error);
+
 // One end of a TCP connection, in the byte order of networks: an IPv6 address (IPv4: ::ffff:a.b.c.d) and a port. Zero
 // for sockets of other kinds.
 struct SocketAddress {
@@ -101,5 +104,8 @@ void keep_alive(const FileDescriptor& socket, double seconds);
 
 // Waits for `events` of poll(2); false at the deadline.
 bool wait_for_events(int fd, short events, Deadline deadline);
+
+// The time to wait in poll(2): a quarter of an hour at most.
+int milliseconds_to(Deadline deadline);
 
 }  // namespace lockstep::transport

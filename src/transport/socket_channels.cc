@@ -1,14 +1,11 @@
 #include "transport/network_channels.h"
 
-#include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-
-#include "base/failure.h"
 
 namespace lockstep::transport {
 namespace {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <cstdlib>
 #include <future>
 #include <sstream>
@@ -115,13 +114,8 @@ std::int64_t Shape::elements() const {
 
 Buffer::Buffer(std::shared_ptr<const Client> client, PJRT_Buffer* buffer) : buffer_(buffer, {std::move(client)}) {}
 
-void Buffer::Free::operator()(PJRT_Buffer* buffer) const {
-  PJRT_Buffer_Destroy_Args args{.struct_size = PJRT_Buffer_Destroy_Args_STRUCT_SIZE, .buffer = buffer};
-  client->plugin().api().PJRT_Buffer_Destroy(&args);
-}
-
 Shape Buffer::shape() const {
-  const auto& plugin = buffer_.get_deleter().client->plugin();
+  const auto& plugin = buffer_.get_deleter().plugin();
   PJRT_Buffer_ElementType_Args type{.struct_size = PJRT_Buffer_ElementType_Args_STRUCT_SIZE, .buffer = handle()};
   plugin.call(&PJRT_Api::PJRT_Buffer_ElementType, type, "a value's dtype");
   PJRT_Buffer_Dimensions_Args sizes{.struct_size = PJRT_Buffer_Dimensions_Args_STRUCT_SIZE, .buffer = handle()};
@@ -130,7 +124,7 @@ Shape Buffer::shape() const {
 }
 
 void Buffer::copy_to_host(void* to, std::size_t bytes, Deadline deadline) const {
-  const auto& plugin = buffer_.get_deleter().client->plugin();
+  const auto& plugin = buffer_.get_deleter().plugin();
   const auto shape = this->shape();
   if (bytes != shape.bytes())
     throw InvalidArgument(text("copy_to_host: the memory has ", bytes, " bytes, the value ", shape.bytes()));
@@ -187,9 +181,10 @@ void Client::open(const Options& options) {
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {  // of the plugin itself: it reads an option as another type
-    std::string names;
-    for (const auto& [name, value] : options) names += text(names.empty() ? "" : ", ", name);
-    throw DeviceError(text(plugin_.path(), ": the plugin does not take its options (", names, "): ", error.what()));
+    std::vector<std::string> names;
+    for (const auto& [name, value] : options) names.push_back(name);
+    throw DeviceError(
+        text(plugin_.path(), ": the plugin does not take its options (", join(names), "): ", error.what()));
   }
   client_ = args.client;
   PJRT_Client_PlatformName_Args name{.struct_size = PJRT_Client_PlatformName_Args_STRUCT_SIZE, .client = args.client};
@@ -203,8 +198,7 @@ void Client::open(const Options& options) {
 }
 
 Client::~Client() {
-  PJRT_Client_Destroy_Args args{.struct_size = PJRT_Client_Destroy_Args_STRUCT_SIZE, .client = client_};
-  if (client_ != nullptr) plugin_.api().PJRT_Client_Destroy(&args);
+  if (client_ != nullptr) plugin_.destroy(&PJRT_Api::PJRT_Client_Destroy, client_);
 }
 
 std::string Client::version() const {
@@ -256,36 +250,30 @@ Buffer Client::copy_to_device(const void* data, const Shape& shape, const Device
 
 namespace {
 
-struct SetValue {
-  PJRT_NamedValue& to;
-
-  void operator()(const std::string& value) const {
-    to.type = PJRT_NamedValue_kString;
-    to.string_value = value.c_str();
-    to.value_size = value.size();
-  }
-  void operator()(std::int64_t value) const {
-    to.type = PJRT_NamedValue_kInt64;
-    to.int64_value = value;
-  }
-  void operator()(bool value) const {
-    to.type = PJRT_NamedValue_kBool;
-    to.bool_value = value;
-  }
-  void operator()(float value) const {
-    to.type = PJRT_NamedValue_kFloat;
-    to.float_value = value;
-  }
-};
+void set(PJRT_NamedValue& to, const std::string& value) {
+  to.type = PJRT_NamedValue_kString;
+  to.string_value = value.c_str();
+  to.value_size = value.size();
+}
+void set(PJRT_NamedValue& to, std::int64_t value) {
+  to.type = PJRT_NamedValue_kInt64;
+  to.int64_value = value;
+}
+void set(PJRT_NamedValue& to, bool value) {
+  to.type = PJRT_NamedValue_kBool;
+  to.bool_value = value;
+}
+void set(PJRT_NamedValue& to, float value) {
+  to.type = PJRT_NamedValue_kFloat;
+  to.float_value = value;
+}
 
 Options::value_type option_in(const std::string& item) {
   const auto equals = item.find('=');
   if (equals == 0 || equals == std::string::npos)
     throw InvalidArgument(text("PJRT_PLUGIN_OPTIONS: \"", item, "\" is not name=value, such as cpu_device_count=8"));
   const auto name = item.substr(0, equals), value = item.substr(equals + 1);
-  std::int64_t number = 0;
-  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
-  if (error == std::errc() && end == value.data() + value.size()) return {name, number};
+  if (const auto number = whole_number(value)) return {name, *number};
   if (value == "true" || value == "false") return {name, value == "true"};
   return {name, value};
 }
@@ -306,7 +294,7 @@ std::vector<PJRT_NamedValue> named_values(const Options& options) {
   for (const auto& [name, value] : options) {
     values.push_back({.struct_size = PJRT_NamedValue_STRUCT_SIZE, .name = name.c_str(), .name_size = name.size()});
     values.back().value_size = 1;
-    std::visit(SetValue{values.back()}, value);
+    std::visit([&](const auto& given) { set(values.back(), given); }, value);
   }
   return values;
 }

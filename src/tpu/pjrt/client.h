@@ -53,11 +53,7 @@ class Buffer {
   PJRT_Buffer* handle() const { return buffer_.get(); }
 
  private:
-  struct Free {
-    std::shared_ptr<const Client> client;
-    void operator()(PJRT_Buffer* buffer) const;
-  };
-  std::unique_ptr<PJRT_Buffer, Free> buffer_;
+  std::unique_ptr<PJRT_Buffer, Destroy<&PJRT_Api::PJRT_Buffer_Destroy, std::shared_ptr<const Client>>> buffer_;
 };
 
 // The devices that this process may use. Whatever is made of it keeps it, so that the plugin's client ends last. Any

@@ -4,7 +4,6 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "tpu/pjrt/client.h"
 
 namespace lockstep::pjrt {
 namespace {
@@ -76,11 +75,6 @@ std::vector<Device> devices_of(const Client& client, PJRT_LoadedExecutable* load
 
 Program::Program(const Plugin& plugin, PJRT_Executable* executable) : executable_(executable, {&plugin}) {}
 
-void Program::Free::operator()(PJRT_Executable* executable) const {
-  PJRT_Executable_Destroy_Args args{.struct_size = PJRT_Executable_Destroy_Args_STRUCT_SIZE, .executable = executable};
-  plugin->api().PJRT_Executable_Destroy(&args);
-}
-
 std::size_t Program::outputs() const {
   PJRT_Executable_NumOutputs_Args args{.struct_size = PJRT_Executable_NumOutputs_Args_STRUCT_SIZE,
                                        .executable = executable_.get()};
@@ -119,15 +113,9 @@ std::string Program::serialize() const {
 
 Executable::Executable(std::shared_ptr<const Client> of, PJRT_LoadedExecutable* executable)
     : executable_(executable, {std::move(of)}),
-      program_(client().plugin(), description_of(client().plugin(), executable)),
-      devices_(devices_of(client(), executable)),
+      program_(client()->plugin(), description_of(client()->plugin(), executable)),
+      devices_(devices_of(*client(), executable)),
       outputs_(program_.outputs()) {}
-
-void Executable::Free::operator()(PJRT_LoadedExecutable* executable) const {
-  PJRT_LoadedExecutable_Destroy_Args args{.struct_size = PJRT_LoadedExecutable_Destroy_Args_STRUCT_SIZE,
-                                          .executable = executable};
-  client->plugin().api().PJRT_LoadedExecutable_Destroy(&args);
-}
 
 Executable Executable::compile(std::shared_ptr<const Client> client, std::string stablehlo,
                                const CompileOptions& options) {
@@ -177,11 +165,11 @@ Executable::Run Executable::run(const std::vector<std::vector<const Buffer*>>& a
                                           .num_args = arguments[0].size(),
                                           .output_lists = results.data(),
                                           .device_complete_events = ends.data()};
-  client().plugin().call(&PJRT_Api::PJRT_LoadedExecutable_Execute, args, "run a program");
+  client()->plugin().call(&PJRT_Api::PJRT_LoadedExecutable_Execute, args, "run a program");
   Run run{.outputs = std::vector<std::vector<Buffer>>(outputs.size())};
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    for (auto* const output : outputs[i]) run.outputs[i].emplace_back(executable_.get_deleter().client, output);
-    run.ends.emplace_back(client().plugin(), ends[i]);
+    for (auto* const output : outputs[i]) run.outputs[i].emplace_back(client(), output);
+    run.ends.emplace_back(client()->plugin(), ends[i]);
   }
   return run;
 }
@@ -195,12 +183,6 @@ Topology Topology::create(const Plugin& plugin, const std::string& name, const O
                                             .num_options = values.size()};
   plugin.call(&PJRT_Api::PJRT_TopologyDescription_Create, args, text("the topology ", name, " by ", plugin.path()));
   return {plugin, args.topology};
-}
-
-void Topology::Free::operator()(PJRT_TopologyDescription* topology) const {
-  PJRT_TopologyDescription_Destroy_Args args{.struct_size = PJRT_TopologyDescription_Destroy_Args_STRUCT_SIZE,
-                                             .topology = topology};
-  plugin->api().PJRT_TopologyDescription_Destroy(&args);
 }
 
 std::vector<PJRT_DeviceDescription*> Topology::descriptions() const {

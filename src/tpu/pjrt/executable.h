@@ -32,13 +32,9 @@ class Program {
   std::string serialize() const;
 
  private:
-  struct Free {
-    const Plugin* plugin;
-    void operator()(PJRT_Executable* executable) const;
-  };
-  const Plugin& plugin() const { return *executable_.get_deleter().plugin; }
+  const Plugin& plugin() const { return executable_.get_deleter().plugin(); }
 
-  std::unique_ptr<PJRT_Executable, Free> executable_;
+  std::unique_ptr<PJRT_Executable, Destroy<&PJRT_Api::PJRT_Executable_Destroy>> executable_;
 };
 
 // A program on this process's devices. Moves. Keeps its Client. Any thread may run it.
@@ -70,13 +66,11 @@ class Executable {
  private:
   Executable(std::shared_ptr<const Client> client, PJRT_LoadedExecutable* executable);
 
-  struct Free {
-    std::shared_ptr<const Client> client;
-    void operator()(PJRT_LoadedExecutable* executable) const;
-  };
-  const Client& client() const { return *executable_.get_deleter().client; }
+  const std::shared_ptr<const Client>& client() const { return executable_.get_deleter().keeper; }
 
-  std::unique_ptr<PJRT_LoadedExecutable, Free> executable_;
+  std::unique_ptr<PJRT_LoadedExecutable,
+                  Destroy<&PJRT_Api::PJRT_LoadedExecutable_Destroy, std::shared_ptr<const Client>>>
+      executable_;
   Program program_;
   std::vector<Device> devices_;
   std::size_t outputs_;
@@ -93,15 +87,11 @@ class Topology {
   Program compile(std::string stablehlo, const CompileOptions& options) const;
 
  private:
-  struct Free {
-    const Plugin* plugin;
-    void operator()(PJRT_TopologyDescription* topology) const;
-  };
   Topology(const Plugin& plugin, PJRT_TopologyDescription* topology) : topology_(topology, {&plugin}) {}
-  const Plugin& plugin() const { return *topology_.get_deleter().plugin; }
+  const Plugin& plugin() const { return topology_.get_deleter().plugin(); }
   std::vector<PJRT_DeviceDescription*> descriptions() const;
 
-  std::unique_ptr<PJRT_TopologyDescription, Free> topology_;
+  std::unique_ptr<PJRT_TopologyDescription, Destroy<&PJRT_Api::PJRT_TopologyDescription_Destroy>> topology_;
 };
 
 }  // namespace lockstep::pjrt

@@ -5,10 +5,8 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstdlib>
 #include <map>
-#include <memory>
 #include <utility>
 
 #include "base/mutex.h"
@@ -141,18 +139,19 @@ class Unfinished {
     holder.release();
   }
 
-  struct State {
-    bool all_ended = false;
-    bool any_failed = false;
-  };
-
-  // Until all work has ended, or it is `time`; or, unless `failed`, some has failed.
-  State wait(Deadline::Clock::time_point time, bool failed = true) {
+  // Waits until all work has ended, or it is `time`; or, unless `failed`, some has failed. Returns true where all has
+  // ended.
+  bool wait(Deadline::Clock::time_point time, bool failed = true) {
     const MutexLock lock(mutex_);
     while (count_ > 0 && (failed || errors_.empty())) {
       if (changed_.wait_until(mutex_, time) == std::cv_status::timeout) break;
     }
-    return {count_ == 0, !errors_.empty()};
+    return count_ == 0;
+  }
+
+  bool any_failed() {
+    const MutexLock lock(mutex_);
+    return !errors_.empty();
   }
 
   // The first, which the caller frees; null where none has failed.
@@ -183,16 +182,11 @@ class Unfinished {
 
 Event::Event(const Plugin& plugin, PJRT_Event* event) : event_(event, {&plugin}) {}
 
-void Event::Free::operator()(PJRT_Event* event) const {
-  PJRT_Event_Destroy_Args args{.struct_size = PJRT_Event_Destroy_Args_STRUCT_SIZE, .event = event};
-  plugin->api().PJRT_Event_Destroy(&args);
-}
-
 void Event::wait(Deadline deadline, const std::string& what, std::shared_ptr<const void> used) const {
-  const auto& plugin = *event_.get_deleter().plugin;
+  const auto& plugin = event_.get_deleter().plugin();
   const auto unfinished = std::make_shared<Unfinished>(plugin, std::move(used));
   Unfinished::add(unfinished, event_.get(), what);
-  if (!unfinished->wait(deadline.time()).all_ended) throw DeadlineExceeded(what, deadline.waited(), {}, kNoAnswer);
+  if (!unfinished->wait(deadline.time())) throw DeadlineExceeded(what, deadline.waited(), {}, kNoAnswer);
   plugin.check(unfinished->take_error(), what);
 }
 
@@ -201,26 +195,28 @@ void Event::wait_for_all(const std::vector<Event>& events, Deadline deadline,
                          const std::function<void()>& check) {
   if (events.empty()) return;
   constexpr std::chrono::milliseconds kBetweenChecks(100);
-  const auto& plugin = *events[0].event_.get_deleter().plugin;
+  const auto& plugin = events[0].event_.get_deleter().plugin();
   const auto unfinished = std::make_shared<Unfinished>(plugin, nullptr);
   for (const auto& event : events) Unfinished::add(unfinished, event.event_.get(), what);
   const auto end = deadline.time();
-  Unfinished::State state;
-  do {
-    state = unfinished->wait(check ? std::min(end, Deadline::Clock::now() + kBetweenChecks) : end, /*failed=*/false);
-    if (check && !state.all_ended && !state.any_failed) check();
-  } while (!state.all_ended && !state.any_failed && Deadline::Clock::now() < end);
-  if (state.any_failed) state = unfinished->wait(std::min(end, Deadline::after(after_failure).time()));
+  bool all_ended = false, goes_on = true;
+  while (goes_on) {
+    all_ended = unfinished->wait(check ? std::min(end, Deadline::Clock::now() + kBetweenChecks) : end, false);
+    goes_on = !all_ended && !unfinished->any_failed();
+    if (check && goes_on) check();
+    goes_on = goes_on && Deadline::Clock::now() < end;
+  }
+  if (unfinished->any_failed()) all_ended = unfinished->wait(std::min(end, Deadline::after(after_failure).time()));
   plugin.check(unfinished->take_error(), what);
-  if (!state.all_ended) throw DeadlineExceeded(what, deadline.waited(), {}, kNoAnswer);
+  if (!all_ended) throw DeadlineExceeded(what, deadline.waited(), {}, kNoAnswer);
 }
 
 bool Event::has_ended() const noexcept {
-  const auto& api = event_.get_deleter().plugin->api();
+  const auto& plugin = event_.get_deleter().plugin();
   PJRT_Event_IsReady_Args args{.struct_size = PJRT_Event_IsReady_Args_STRUCT_SIZE, .event = event_.get()};
-  if (api.PJRT_Event_IsReady == nullptr) return false;
-  if (auto* const error = api.PJRT_Event_IsReady(&args)) {
-    event_.get_deleter().plugin->free(error);
+  if (plugin.api().PJRT_Event_IsReady == nullptr) return false;
+  if (auto* const error = plugin.api().PJRT_Event_IsReady(&args)) {
+    plugin.free(error);
     return false;
   }
   return args.is_ready;

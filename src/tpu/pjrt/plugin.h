@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "lockstep/base/deadline.h"
@@ -33,6 +34,13 @@ class Plugin {
 
   void free(PJRT_Error* error) const;  // which may be null
 
+  // Ends an object of the plugin by its function, such as &PJRT_Api::PJRT_Event_Destroy.
+  template <class Args, class Object>
+  void destroy(PJRT_Error* (*PJRT_Api::*function)(Args*), Object* object) const {
+    Args args{sizeof args, nullptr, object};
+    (api_.*function)(&args);
+  }
+
   // Throws DeviceError where `error`, which it frees, is not null.
   void check(PJRT_Error* error, const std::string& what) const;
 
@@ -42,6 +50,24 @@ class Plugin {
 
   std::string path_;
   const PJRT_Api& api_;
+};
+
+// Ends an object of a plugin by the plugin's function, and keeps the plugin, or the client, that the object is of.
+template <auto function, class Keeper = const Plugin*>
+struct Destroy {
+  Keeper keeper;
+
+  const Plugin& plugin() const {
+    if constexpr (std::is_pointer_v<Keeper>) {
+      return *keeper;
+    } else {
+      return keeper->plugin();
+    }
+  }
+  template <class Object>
+  void operator()(Object* object) const {
+    plugin().destroy(function, object);
+  }
 };
 
 // The path of the plugin to load: `asked`, else what the environment's PJRT_PLUGIN_LIBRARY_PATH or TPU_LIBRARY_PATH (as
@@ -73,11 +99,7 @@ class Event {
   bool has_ended() const noexcept;
 
  private:
-  struct Free {
-    const Plugin* plugin;
-    void operator()(PJRT_Event* event) const;
-  };
-  std::unique_ptr<PJRT_Event, Free> event_;
+  std::unique_ptr<PJRT_Event, Destroy<&PJRT_Api::PJRT_Event_Destroy>> event_;
 };
 
 }  // namespace lockstep::pjrt

@@ -17,13 +17,6 @@ constexpr std::array<const char*, kDTypes> kElementTypes{"f32", "f64", "f16", "b
 
 const char* element_type(DType dtype) { return kElementTypes[static_cast<std::size_t>(dtype)]; }
 
-template <class Words>
-std::string separated(const Words& words) {
-  std::string joined;
-  for (const auto& word : words) joined += text(joined.empty() ? "" : ", ", word);
-  return joined;
-}
-
 std::string hexadecimal(const unsigned char* bytes, std::size_t count, bool most_significant_first) {
   constexpr std::string_view kDigits = "0123456789ABCDEF";
   std::string digits = "0x";
@@ -82,56 +75,68 @@ std::string type_of(const Shape& shape) {
 std::string types_of(const std::vector<Value>& values) {
   std::vector<std::string> types;
   for (const auto& value : values) types.push_back(type_of(value.shape));
-  return separated(types);
+  return join(types);
 }
 
 std::string names_of(const std::vector<Value>& values) {
   std::vector<std::string> names;
   for (const auto& value : values) names.push_back(value.name);
-  return separated(names);
+  return join(names);
 }
 
 std::string array_of(std::span<const std::int64_t> numbers) {
-  return numbers.empty() ? "array<i64>" : text("array<i64: ", separated(numbers), ">");
+  return numbers.empty() ? "array<i64>" : text("array<i64: ", join(numbers), ">");
 }
 
-std::string numbers_of(std::span<const std::int64_t> numbers) { return text("[", separated(numbers), "]"); }
+std::string numbers_of(std::span<const std::int64_t> numbers) { return text("[", join(numbers), "]"); }
 
 std::string reducer(std::string_view operation, DType dtype) {
-  const auto scalar = type_of({dtype, {}});
-  return text("({\n  ^bb0(%left: ", scalar, ", %right: ", scalar, "):\n    %both = \"", operation,
-              "\"(%left, %right) : (", scalar, ", ", scalar, ") -> ", scalar, "\n    \"stablehlo.return\"(%both) : (",
-              scalar, ") -> ()\n  }) ");
+  const Shape scalar{dtype, {}};
+  return ProgramText::region({scalar, scalar}, [&](ProgramText& inside, const std::vector<Value>& both) {
+    return std::vector<Value>{inside.binary(operation, both[0], both[1])};
+  });
+}
+
+std::string ProgramText::region(const std::vector<Shape>& arguments, const Body& body) {
+  ProgramText inside;
+  inside.prefix_ = "%inside";  // names of the operation's own program are not given again
+  std::vector<std::string> block;
+  for (const auto& shape : arguments) block.push_back(text(inside.argument(shape).name, ": ", type_of(shape)));
+  const auto results = body(inside, inside.arguments_);
+  inside.write_used(results);
+  return text("{\n  ^bb0(", join(block), "):\n", inside.lines_, "    \"stablehlo.return\"(", names_of(results), ") : (",
+              types_of(results), ") -> ()\n  }");
 }
 
 Value ProgramText::argument(const Shape& shape) {
-  arguments_.push_back({text("%arg", arguments_.size()), shape});
+  arguments_.push_back({text(prefix_, "arg", arguments_.size()), shape});
   return arguments_.back();
 }
 
 std::vector<Value> ProgramText::add(std::string_view operation, const std::vector<Value>& operands,
                                     const std::vector<Shape>& results, const std::string& attributes,
-                                    const std::string& region) {
+                                    const std::string& regions) {
   const auto name = fresh();
   std::vector<Value> values;
   for (std::size_t i = 0; i < results.size(); ++i)
     values.push_back({results.size() == 1 ? name : text(name, "#", i), results[i]});
-  write(name, values, operation, operands, attributes, region);
+  write(name, values, operation, operands, attributes, regions);
   return values;
 }
 
 void ProgramText::write(const std::string& name, const std::vector<Value>& results, std::string_view operation,
-                        const std::vector<Value>& operands, const std::string& attributes, const std::string& region) {
+                        const std::vector<Value>& operands, const std::string& attributes, const std::string& regions) {
   write_used(operands);
   const bool is_one = results.size() == 1;
-  lines_ += text("  ", name, is_one ? "" : text(":", results.size()), " = \"", operation, "\"(", names_of(operands),
-                 ") ", region, attributes.empty() ? "" : text("{", attributes, "} "), ": (", types_of(operands),
-                 ") -> ", is_one ? "" : "(", types_of(results), is_one ? "" : ")", "\n");
+  lines_ +=
+      text("  ", name, is_one ? "" : text(":", results.size()), " = \"", operation, "\"(", names_of(operands), ") ",
+           regions.empty() ? "" : text("(", regions, ") "), attributes.empty() ? "" : text("{", attributes, "} "),
+           ": (", types_of(operands), ") -> ", is_one ? "" : "(", types_of(results), is_one ? "" : ")", "\n");
 }
 
 Value ProgramText::add(std::string_view operation, const std::vector<Value>& operands, const Shape& result,
-                       const std::string& attributes, const std::string& region) {
-  return add(operation, operands, std::vector<Shape>{result}, attributes, region)[0];
+                       const std::string& attributes, const std::string& regions) {
+  return add(operation, operands, std::vector<Shape>{result}, attributes, regions)[0];
 }
 
 Value ProgramText::constant(double number, const Shape& shape) {
@@ -153,28 +158,23 @@ Value ProgramText::integer(std::int64_t number, const Shape& shape) {
 
 namespace {
 
-struct Range {
-  std::int64_t low, high;
-};
-Range range_of(DType dtype) {
-  const auto bits = 8 * size_of(dtype) - 1;
-  if (dtype == DType::uint8) return {0, 255};
-  const auto high = static_cast<std::int64_t>((std::uint64_t{1} << bits) - 1);
-  return {-high - 1, high};
+// The largest integer of the dtype.
+std::int64_t largest_of(DType dtype) {
+  const auto bits = 8 * size_of(dtype) - (dtype == DType::uint8 ? 0 : 1);
+  return static_cast<std::int64_t>((std::uint64_t{1} << bits) - 1);
 }
 
 }  // namespace
 
 Value ProgramText::lowest(const Shape& shape) {
+  if (is_floating(shape.dtype)) return constant(-std::numeric_limits<double>::infinity(), shape);
   if (shape.dtype == DType::boolean) return constant(0, shape);
-  return is_floating(shape.dtype) ? constant(-std::numeric_limits<double>::infinity(), shape)
-                                  : integer(range_of(shape.dtype).low, shape);
+  return integer(shape.dtype == DType::uint8 ? 0 : -largest_of(shape.dtype) - 1, shape);
 }
 
 Value ProgramText::highest(const Shape& shape) {
-  if (shape.dtype == DType::boolean) return constant(1, shape);
-  return is_floating(shape.dtype) ? constant(std::numeric_limits<double>::infinity(), shape)
-                                  : integer(range_of(shape.dtype).high, shape);
+  if (is_floating(shape.dtype)) return constant(std::numeric_limits<double>::infinity(), shape);
+  return shape.dtype == DType::boolean ? constant(1, shape) : integer(largest_of(shape.dtype), shape);
 }
 
 Value ProgramText::array(const void* data, const Shape& shape) {
@@ -358,7 +358,7 @@ std::string ProgramText::function(std::string_view name, const std::vector<Value
       if (from == static_cast<int>(i)) argument += text(" {tf.aliasing_output = ", to, " : i32}");
     arguments.push_back(argument);
   }
-  return text("func.func ", name, "(", separated(arguments), ") -> (", types_of(outputs), ") {\n", lines_, "  return ",
+  return text("func.func ", name, "(", join(arguments), ") -> (", types_of(outputs), ") {\n", lines_, "  return ",
               names_of(outputs), " : ", types_of(outputs), "\n}\n");
 }
 

@@ -38,13 +38,18 @@ class ProgramText {
   // The next argument of the program.
   Value argument(const Shape& shape);
 
-  // One operation with one result. `attributes`: what stands in braces; `region`: what stands between the two.
+  // One operation with one result. `attributes`: what stands in braces; `regions`: joined by commas.
   Value add(std::string_view operation, const std::vector<Value>& operands, const Shape& result,
-            const std::string& attributes = "", const std::string& region = "");
+            const std::string& attributes = "", const std::string& regions = "");
   // One operation with several results.
   std::vector<Value> add(std::string_view operation, const std::vector<Value>& operands,
                          const std::vector<Shape>& results, const std::string& attributes = "",
-                         const std::string& region = "");
+                         const std::string& regions = "");
+
+  // Returns a region of an operation, which gets arguments of these shapes and returns what `body` does. No region is
+  // inside of another.
+  using Body = std::function<std::vector<Value>(ProgramText& inside, const std::vector<Value>& arguments)>;
+  static std::string region(const std::vector<Shape>& arguments, const Body& body);
 
   // Every element is `number`, which must be one of the dtype's.
   Value constant(double number, const Shape& shape);
@@ -66,6 +71,12 @@ class ProgramText {
   Value binary(std::string_view operation, const Value& a, const Value& b) {
     return elementwise(operation, {a, b}, a.shape.dtype);
   }
+  Value plus(const Value& a, const Value& b) { return binary("stablehlo.add", a, b); }
+  Value plus(const Value& a, double b) { return plus(a, constant(b, a.shape)); }
+  Value minus(const Value& a, const Value& b) { return binary("stablehlo.subtract", a, b); }
+  Value times(const Value& a, const Value& b) { return binary("stablehlo.multiply", a, b); }
+  Value times(const Value& a, double b) { return times(a, constant(b, a.shape)); }
+  Value over(const Value& a, const Value& b) { return binary("stablehlo.divide", a, b); }
   Value compare(std::string_view direction, const Value& a, const Value& b);  // "LT"
   Value select(const Value& condition, const Value& yes, const Value& no);
   Value convert(const Value& x, DType dtype);
@@ -101,22 +112,18 @@ class ProgramText {
   // The whole program. aliases: argument i becomes output j, whose memory it gives.
   std::string finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases, int replicas);
 
-  // Returns a program that makes the written step `steps.count` times, one after the other. Arguments that `stacked`
-  // names are [steps, ...], and so are outputs that are no aliases. An alias's output in one step is its argument in
-  // the next one. In file steps_text.cc.
-  struct Steps {
-    int count = 1;
-    std::vector<bool> stacked;  // [argument]
-  };
+  // Returns a program that makes the written step `steps` times, one after the other. Arguments that `stacked`,
+  // [argument], names are [steps, ...], and so are outputs that are no aliases. An alias's output in one step is its
+  // argument in the next one. In file steps_text.cc.
   std::string finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases, int replicas,
-                     const Steps& steps);
+                     int steps, const std::vector<bool>& stacked);
 
   const std::vector<Value>& arguments() const { return arguments_; }
 
  private:
   std::string function(std::string_view name, const std::vector<Value>& outputs,
                        const std::vector<std::pair<int, int>>& aliases) const;
-  std::string fresh() { return "%" + std::to_string(next_++); }
+  std::string fresh() { return prefix_ + std::to_string(next_++); }
 
   using Dimensions = std::vector<std::int64_t>;
   struct Product {
@@ -131,12 +138,13 @@ class ProgramText {
   void write_used(const std::vector<Value>& values);
   // name: of the results in common.
   void write(const std::string& name, const std::vector<Value>& results, std::string_view operation,
-             const std::vector<Value>& operands, const std::string& attributes, const std::string& region);
+             const std::vector<Value>& operands, const std::string& attributes, const std::string& regions);
   std::optional<Value> transposed_product(const Value& x, const Dimensions& permutation);
   std::optional<Value> in_order(const Value& x, const Dimensions& permutation);
 
   std::vector<Value> arguments_;
   std::string lines_;
+  std::string prefix_ = "%";  // of names
   int next_ = 0;
   std::map<std::string, Order> transposed_;  // values by name
   std::map<std::string, Product> products_;
@@ -147,7 +155,7 @@ class ProgramText {
 std::string names_of(const std::vector<Value>& values);  // "%1, %5"
 std::string types_of(const std::vector<Value>& values);
 
-// The body of a reduction by `operation` of two scalars, for ProgramText::add.
+// The region of a reduction by `operation` of two scalars.
 std::string reducer(std::string_view operation, DType dtype);
 
 // Products in full precision: otherwise TPUs multiply float32 in bfloat16.

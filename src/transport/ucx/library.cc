@@ -19,35 +19,23 @@ void find(void* handle, const char* name, Function& function) {
   if (function == nullptr) throw InvalidArgument(text("the backend \"ucx\": UCX has no ", name));
 }
 
-// Settings that UCX reads from the environment alone, as it is loaded. Without them UCX would handle SIGSEGV and
-// similar signals, and print lost connections to stdout. It would patch mmap too, which only memory registered with
-// RDMA devices needs. Values that the user has set stay.
-class Environment {
- public:
-  Environment() {
-    set("UCX_HANDLE_ERRORS", "none");
-    set("UCX_LOG_LEVEL", "fatal");
-    if (rdma_devices().empty()) set("UCX_MEM_EVENTS", "n");
-  }
-  ~Environment() {
-    for (const char* const name : set_) unsetenv(name);
-  }
-  Environment(const Environment&) = delete;
-  Environment& operator=(const Environment&) = delete;
-
- private:
-  void set(const char* name, const char* value) {
+// Loads UCX with settings that it reads from the environment alone. Without them UCX would handle SIGSEGV and similar
+// signals, and print lost connections to stdout. It would patch mmap too, which only memory registered with RDMA
+// devices needs. Values that the user has set stay.
+void* open() {
+  std::vector<const char*> set;
+  const auto set_for_now = [&](const char* name, const char* value) {
     if (std::getenv(name) != nullptr) return;
     setenv(name, value, 1);
-    set_.push_back(name);
-  }
-
-  std::vector<const char*> set_;
-};
-
-void* open() {
-  const Environment environment;
-  return dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
+    set.push_back(name);
+  };
+  const bool has_rdma = !rdma_devices().empty();
+  set_for_now("UCX_HANDLE_ERRORS", "none");
+  set_for_now("UCX_LOG_LEVEL", "fatal");
+  if (!has_rdma) set_for_now("UCX_MEM_EVENTS", "n");
+  void* const handle = dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
+  for (const char* const name : set) unsetenv(name);
+  return handle;
 }
 
 Library load() {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <deque>
 
-#include "base/failure.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "transport/ucx/worker.h"

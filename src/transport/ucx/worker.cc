@@ -53,38 +53,27 @@ std::string devices_for(const std::string& address) {
 // has larger segments, equal on all hosts (else UCX writes beyond them): 32 MiB take a quarter of the time. Data sent
 // before the receiver is ready fit into the socket: UCX would send the rest only in this rank's next call. The user's
 // UCX_* variables take precedence.
-class Settings {
- public:
-  Settings(const Library& ucx, const std::string& address) : ucx_(ucx) {
-    require(ucx_, ucx_.ucp_config_read(nullptr, nullptr, &config_), "read its settings");
-    set("TLS", "^shm");
-    set("KEEPALIVE_INTERVAL", "inf");  // the failure channel hears of deaths
-    set("NET_DEVICES", devices_for(address));
-    set("TCP_TX_SEG_SIZE", "512K");
-    set("TCP_RX_SEG_SIZE", "512K");
-    set("RNDV_THRESH", "8K");
+std::unique_ptr<ucp_config_t, void (*)(ucp_config_t*)> make_settings(const Library& ucx, const std::string& address) {
+  ucp_config_t* made = nullptr;
+  require(ucx, ucx.ucp_config_read(nullptr, nullptr, &made), "read its settings");
+  std::unique_ptr<ucp_config_t, void (*)(ucp_config_t*)> settings(made, ucx.ucp_config_release);
+  for (const auto& [name, value] : std::initializer_list<std::pair<std::string, std::string>>{
+           {"TLS", "^shm"},
+           {"KEEPALIVE_INTERVAL", "inf"},  // the failure channel hears of deaths
+           {"NET_DEVICES", devices_for(address)},
+           {"TCP_TX_SEG_SIZE", "512K"},
+           {"TCP_RX_SEG_SIZE", "512K"},
+           {"RNDV_THRESH", "8K"}}) {
+    if (std::getenv(("UCX_" + name).c_str()) == nullptr) ucx.ucp_config_modify(made, name.c_str(), value.c_str());
   }
-  ~Settings() { ucx_.ucp_config_release(config_); }
-  Settings(const Settings&) = delete;
-  Settings& operator=(const Settings&) = delete;
-
-  const ucp_config_t* get() const { return config_; }
-
- private:
-  void set(const std::string& name, const std::string& value) {
-    if (std::getenv(("UCX_" + name).c_str()) != nullptr) return;
-    ucx_.ucp_config_modify(config_, name.c_str(), value.c_str());
-  }
-
-  const Library& ucx_;
-  ucp_config_t* config_ = nullptr;
-};
+  return settings;
+}
 
 }  // namespace
 
 Worker::Worker(int rank, int size, const std::string& address)
     : ucx_(library()), rank_(rank), peers_(static_cast<std::size_t>(size)) {
-  const Settings settings(ucx_, address);
+  const auto settings = make_settings(ucx_, address);
   ucp_params_t wanted{};
   wanted.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS;
   wanted.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;

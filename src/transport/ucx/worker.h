@@ -37,8 +37,6 @@ const Library& library();
 // The names of this machine's RDMA devices.
 std::vector<std::string> rdma_devices();
 
-// This rank's end of UCX: endpoints to the other ranks, and what has come from them.
-
 // The header of a piece of a message.
 struct Header {
   transport::MessageTag tag;
