@@ -36,7 +36,7 @@ void compare_fits(const ModelImpl& impl, const Dataset& data, const FitOptions& 
 void compare_callbacks(const ModelImpl& impl, const FitOptions& options);
 void compare_states(const Model& model);
 
-// Returns all that a process must have in common with the fit of an elastic strategy to join it; else an empty text.
+// Returns all that a process must have in common with the fit of an elastic strategy to join it.
 std::string describe_member(const ModelImpl& impl, const Dataset& data, const FitOptions& options);
 
 // Warns where a launcher started several processes that each train alone.
