@@ -91,7 +91,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   bool take_part() {
     if (takes_part_) return *takes_part_;
     unwrap(optimizer_).prepare();
-    takes_part_ = training_->take_part(describe());
+    takes_part_ = training_->take_part([this] { return describe(); });
     return *takes_part_;
   }
 

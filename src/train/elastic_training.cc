@@ -18,7 +18,8 @@ constexpr std::chrono::milliseconds kBetweenQuestions(50);  // between two agree
 
 }  // namespace
 
-bool ElasticTraining::take_part(const std::string& description) {
+bool ElasticTraining::take_part(const std::function<std::string()>& describe) {
+  const auto description = describe();
   auto& membership = *strategy().workers().membership();
   const auto number = strategy().workers().next_training();
   if (strategy().topology().is_newcomer()) {
@@ -58,6 +59,10 @@ Training::Numbers ElasticTraining::run_or_act(const std::function<Numbers()>& ac
   Numbers completed;
   run(act, [&](const Numbers& numbers) { completed = numbers; });
   return completed;
+}
+
+std::string ElasticTraining::launchers_rank(int rank) const {
+  return elastic::launchers_ranks(strategy().workers().membership()->members(), {rank});
 }
 
 bool ElasticTraining::goes_on_after(const std::exception& error, const std::string& what) {

@@ -17,12 +17,13 @@ class ElasticTraining final : public Training {
   ElasticTraining(TrainingWorker& worker, const SignalGuard* signals)
       : Training(worker, signals), sections_(worker, worker.strategy().workers().completed_sections()) {}
 
-  bool take_part(const std::string& description) override;
+  bool take_part(const std::function<std::string()>& describe) override;
   void end() override;
   void run(const std::function<Numbers()>& act, const Finish& finish) override;
   Numbers run_or_act(const std::function<Numbers()>& act) override;
   bool& updated() override { return sections_.updated; }
   bool goes_on_after(const std::exception& error, const std::string& what) override;
+  std::string launchers_rank(int rank) const override;
   void change_workers(const std::function<void()>& save) override;
   void wait_for_newcomers(const std::function<void()>& save) override;
 

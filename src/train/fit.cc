@@ -6,7 +6,6 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "elastic/members.h"
 #include "lockstep/base/error.h"
 #include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
@@ -80,7 +79,9 @@ class Fit {
     return true;
   }
 
-  bool take_part() { return training_->take_part(train::describe_member(impl_, data_, options_)); }
+  bool take_part() {
+    return training_->take_part([this] { return train::describe_member(impl_, data_, options_); });
+  }
 
   void train() {
     for (bool begun = false, ended = false; !ended;) {
@@ -229,12 +230,7 @@ class Fit {
     const auto workers = static_cast<std::size_t>(std::lround(training_->workers()));
     const auto said = stragglers_.count(sums.last(workers));
     if (said.empty()) return;
-    const auto& strategy = unwrap(impl_.strategy);
-    const auto number =
-        strategy.workers().is_elastic()
-            ? elastic::launchers_ranks(strategy.workers().membership()->members(), {stragglers_.named()})
-            : "";
-    log_warning(text("fit: ", said, number));
+    log_warning(text("fit: ", said, training_->launchers_rank(stragglers_.named())));
   }
 
   // The earlier chief is lost, at the end of an epoch perhaps before its callbacks were called.

@@ -191,9 +191,7 @@ void compare_states(const Model& model) {
 }
 
 std::string describe_member(const ModelImpl& impl, const Dataset& data, const FitOptions& options) {
-  const auto& strategy = unwrap(impl.strategy);
-  if (!strategy.workers().is_elastic()) return {};
-  return text(strategy.describe(), "\n", impl.parameters->describe_whole(), "optimizer ",
+  return text(unwrap(impl.strategy).describe(), "\n", impl.parameters->describe_whole(), "optimizer ",
               optimizer::describe(impl.gradients->updater().optimizer()), "\n",
               describe_fit(impl, data, options, impl.replicas()), "\n", shared_callbacks(options));
 }

@@ -35,7 +35,7 @@ Dataset weighed(const ModelImpl& model, const Dataset& data, const FitOptions& o
 void compare_fits(const ModelImpl& impl, const Dataset& data, const FitOptions& options);
 void compare_states(const Model& model);
 
-// Returns all that a process must have in common with the fit of an elastic strategy to join it; else an empty text.
+// Returns all that a process must have in common with the fit of an elastic strategy to join it.
 std::string describe_member(const ModelImpl& impl, const Dataset& data, const FitOptions& options);
 
 // Warns where a launcher started several processes that each train alone.

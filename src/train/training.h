@@ -30,10 +30,10 @@ class Training {
   Training(const Training&) = delete;
   Training& operator=(const Training&) = delete;
 
-  // Takes part in the training that the strategy's workers begin now. `description`: lines that must be the same for
-  // all. A newcomer waits until the workers take it in, and gets their state. False where it comes too late for this
-  // training; another one of the program may follow. Throws Interrupted.
-  virtual bool take_part(const std::string& /*description*/) { return true; }
+  // Takes part in the training that the strategy's workers begin now. describe(): lines that must be the same for
+  // all, asked for where workers may join. A newcomer waits until the workers take it in, and gets their state. False
+  // where it comes too late for this training; another one of the program may follow. Throws Interrupted.
+  virtual bool take_part(const std::function<std::string()>& /*describe*/) { return true; }
 
   // The training has ended on all workers: nobody can join it any more.
   virtual void end() {}
@@ -75,6 +75,9 @@ class Training {
   double workers() const { return agreed_[mark] / kMark; }
   bool stopping() const { return agreed_[stops_] > 0; }
   int signal() const;
+
+  // Returns " (rank 1 is the launcher's rank 2)" where the launcher calls that worker by another number, else "".
+  virtual std::string launchers_rank(int /*rank*/) const { return {}; }
 
   // Call it after an agreement. Workers that were told to end leave while enough others remain; their calls throw
   // Interrupted. Newcomers are taken in. Where too few workers are left, they wait for newcomers. Where none comes,
