@@ -11,7 +11,7 @@ BUILD, WHEELS = sys.argv[1:3]
 PROJECT = """
 cmake_minimum_required(VERSION 3.25)
 project(train LANGUAGES CXX)
-find_package(Lockstep 0.1 REQUIRED COMPONENTS training parallel compat)
+find_package(Lockstep 0.1 REQUIRED COMPONENTS training servers parallel compat)
 add_executable(train train.cc)
 target_link_libraries(train PRIVATE Lockstep::lockstep)
 foreach(library lockstep compat)
@@ -82,7 +82,9 @@ class Install(unittest.TestCase):
                 self.do("cmake", "--build", str(build))
                 output = self.do(str(self.tree / "bin/lockstep"), "run", "-n", "2", str(build / "train"), env={**os.environ, "PATH": "/usr/bin:/bin"})
                 self.assertEqual(sorted(output.splitlines()), ["[0] worker 0 of 2 has trained", "[1] worker 1 of 2 has trained"])
-                self.assertNotIn("liblockstep_compat", self.do("readelf", "-d", build / "train"))
+                needed = self.do("readelf", "-d", build / "train")
+                for library in ("compat", "servers"):
+                    self.assertNotIn(f"liblockstep_{library}", needed)
                 for library in ("lockstep", "compat"):
                     self.assertEqual(self.do(build / f"ranks_by_{library}"), "rank 0 of 1\n")
 

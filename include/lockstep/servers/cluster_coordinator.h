@@ -24,7 +24,7 @@
 
 #include "lockstep/data/dataset.h"
 #include "lockstep/ops/tensor.h"
-#include "lockstep/servers/parameter_server_strategy.h"
+#include "lockstep/strategy/parameter_server_strategy.h"
 
 namespace lockstep {
 

@@ -1,4 +1,4 @@
-#include "lockstep/servers/parameter_server_strategy.h"
+#include "lockstep/strategy/parameter_server_strategy.h"
 
 #include "base/text.h"
 #include "parameter_server/server_cluster.h"
@@ -80,12 +80,15 @@ const parameter_server::Roles& roles_in(const ParameterServerStrategy& strategy)
 
 }  // namespace
 
-ParameterServerStrategy::ParameterServerStrategy(ParameterServerOptions options)
-    : Strategy(std::make_shared<StrategyImpl>(settings_of(std::move(options)))) {}
-
 std::string ParameterServerStrategy::task_type() const { return parameter_server::name_of(roles_in(*this).mine); }
 int ParameterServerStrategy::task_index() const { return roles_in(*this).index; }
 int ParameterServerStrategy::num_workers() const { return roles_in(*this).workers; }
 int ParameterServerStrategy::num_ps() const { return roles_in(*this).servers; }
 
 }  // namespace lockstep
+
+// The library's entry, for ParameterServerStrategy's constructor.
+extern "C" void lockstep_make_parameter_servers(lockstep::ParameterServerOptions&& options,
+                                                std::shared_ptr<lockstep::StrategyImpl>& made) {
+  made = std::make_shared<lockstep::StrategyImpl>(lockstep::settings_of(std::move(options)));
+}

@@ -1,12 +1,15 @@
 // ParameterServerStrategy: variables live on servers; workers compute steps and need not wait for each other.
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "lockstep/base/buffer.h"
 #include "lockstep/cluster/cluster.h"
-#include "lockstep/parameter_server/partitioner.h"
 #include "lockstep/strategy/strategy.h"
 
 namespace lockstep {
@@ -17,7 +20,9 @@ struct ParameterServerOptions {
   std::vector<std::string> devices = {};
   int threads_per_replica = 0;  // as MirroredOptions
 
-  Partitioner variable_partitioner = {};  // how variables are cut into shards; empty: each is one
+  // How many shards a variable is cut into: a Partitioner (lockstep/parameter_server/partitioner.h). Empty: each is
+  // one.
+  std::function<std::int64_t(std::span<const std::int64_t> shape, DType dtype)> variable_partitioner = {};
 
   // 2: each shard, and each row of a table, is on two servers, which make the same updates. A server that is lost and
   // started again gets everything from the others, so no update is lost. Costs twice the memory and twice the pushes.
@@ -66,8 +71,9 @@ struct ParameterServerOptions {
 // `replicas_of_shards = 2` a server needs none.
 class ParameterServerStrategy : public Strategy {
  public:
-  // Waits for all processes. Throws InvalidArgument for an option that is out of range, ClusterError without a chief, a
-  // worker and a server, and DeadlineExceeded naming those that have not come.
+  // Loads the library of parameter servers, and waits for all processes. Throws InvalidArgument for an option that is
+  // out of range, ClusterError without a chief, a worker and a server, or without that library, and DeadlineExceeded
+  // naming those that have not come.
   explicit ParameterServerStrategy(ParameterServerOptions options = {});
 
   std::string task_type() const;  // "chief", "worker", "ps" or "evaluator"
