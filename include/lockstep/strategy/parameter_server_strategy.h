@@ -72,8 +72,8 @@ struct ParameterServerOptions {
 class ParameterServerStrategy : public Strategy {
  public:
   // Loads the library of parameter servers, and waits for all processes. Throws InvalidArgument for an option that is
-  // out of range, ClusterError without a chief, a worker and a server, or without that library, and DeadlineExceeded
-  // naming those that have not come.
+  // out of range. Throws ClusterError without that library, and without a chief, a worker and a server. Throws
+  // DeadlineExceeded naming the processes that have not come.
   explicit ParameterServerStrategy(ParameterServerOptions options = {});
 
   std::string task_type() const;  // "chief", "worker", "ps" or "evaluator"
