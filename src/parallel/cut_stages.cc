@@ -5,11 +5,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <numeric>
 
 #include "base/text.h"
 #include "ops/replica_random.h"
+#include "parallel/exchange.h"
 #include "parallel/layer_measurements.h"
 #include "parallel/pipeline_run.h"
 #include "parallel/sharded_units.h"
@@ -81,8 +81,7 @@ std::vector<LayerCost> measure_layers(const std::vector<PipelineStage>& layers, 
     for (std::size_t i = 0; i < layers.size(); ++i) costs[i] = measure(layers[i], input);
     generator.set_state(random);
   });
-  const auto bytes = ranks.broadcast({reinterpret_cast<const char*>(costs.data()), costs.size() * sizeof(LayerCost)});
-  std::memcpy(costs.data(), bytes.data(), bytes.size());
+  parallel::broadcast_values(costs, ranks);
   return costs;
 }
 

@@ -11,6 +11,7 @@
 #include "base/median.h"
 #include "base/text.h"
 #include "lockstep/ops/memory.h"
+#include "parallel/exchange.h"
 #include "parallel/mesh_backend.h"
 
 namespace lockstep::parallel {
@@ -183,10 +184,8 @@ LayerKinds LayerMeasurements::find(int tensor) const {
 }
 
 void LayerMeasurements::count_bytes(const LayerKinds& kinds, int tensor, Measured& measured) const {
-  constexpr std::ptrdiff_t kFields = 4;
-  std::vector<double> counted(kFields * kinds.kinds.size() * measured.examples.size());
+  std::vector<LayerBytes> counted;  // of each kind, for each number of examples
   links_.all().run_on_rank_0([&] {
-    auto next = counted.begin();
     for (const auto& kind : kinds.kinds) {
       const Rehearsal group(tensor);
       LayerTrial trial(input_.layers[kind.layer], kind.entries, Sharding::none, group.ranks(), {});
@@ -194,23 +193,20 @@ void LayerMeasurements::count_bytes(const LayerKinds& kinds, int tensor, Measure
       double last = 0, of = 1;  // activations of the last count, for so many examples
       for (const auto count : measured.examples) {
         const auto expected = own + last * static_cast<double>(count) / of;
-        LayerBytes bytes;
-        if (expected <= input_.options.memory_bytes) {
-          bytes = bytes_of_kind(input_, kind, trial, count);
-          last = bytes.activations;
-          of = static_cast<double>(count);
-        }
-        for (const double each : {bytes.activations, bytes.working, bytes.input, bytes.output}) *next++ = each;
+        auto& bytes = counted.emplace_back();
+        if (expected > input_.options.memory_bytes) continue;
+        bytes = bytes_of_kind(input_, kind, trial, count);
+        last = bytes.activations;
+        of = static_cast<double>(count);
       }
     }
     release_memory();
   });
-  links_.all().sum(counted);  // the other ranks have zeros
+  broadcast_values(counted, links_.all());
   auto next = counted.begin();
   for (auto& profile : measured.profiles) {
     for (const auto count : measured.examples) {
-      const LayerBytes bytes{next[0], next[1], next[2], next[3]};
-      next += kFields;
+      const auto& bytes = *next++;
       if (bytes.output > 0) profile.bytes[count] = bytes;
     }
   }

@@ -17,6 +17,7 @@
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "parallel/exchange.h"
 #include "parallel/gradients.h"
 #include "parallel/mesh_backend.h"
 #include "parallel/pipeline_run.h"
@@ -327,10 +328,7 @@ Tensor Pipeline::forward(const Tensor& x, std::int64_t most_microbatches) {
     shape = output.sizes().vec();
     shape.insert(shape.begin(), static_cast<std::int64_t>(output.scalar_type()));
   }
-  const std::string bytes = state_->ranks_for_outputs.broadcast(
-      {reinterpret_cast<const char*>(shape.data()), shape.size() * sizeof(std::int64_t)}, last);
-  shape.resize(bytes.size() / sizeof(std::int64_t));
-  std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(shape.data()));
+  parallel::broadcast_values(shape, state_->ranks_for_outputs, last);
   const at::IntArrayRef sizes(shape.data() + 1, shape.size() - 1);
   if (!output.defined()) output = at::empty(sizes, x.options().dtype(static_cast<at::ScalarType>(shape[0])));
   output = output.contiguous();
