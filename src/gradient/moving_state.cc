@@ -4,14 +4,23 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
 
 namespace lockstep::gradient {
+
+using nlohmann::json;
+
+// Ranks send each other shards as JSON, whose library finds these functions by the type.
+static void to_json(json& to, const Shard& shard) { to = {shard.slot, shard.begin, shard.count}; }
+static void from_json(const json& from, Shard& shard) {
+  shard = {from.at(0).get<std::size_t>(), from.at(1).get<std::int64_t>(), from.at(2).get<std::int64_t>()};
+}
+
 namespace {
 
 constexpr std::size_t kNamed = 3;  // parameters in a message
@@ -41,30 +50,6 @@ std::int64_t newest_of_any(const std::vector<std::map<std::int64_t, int>>& all) 
   }
   if (newest) return *newest;
   throw ClusterError("all workers that had the state of the training were lost before this one got it");
-}
-
-std::string print(const ShardsOfRanks& shards) {
-  std::ostringstream out;
-  out << shards.size();
-  for (const auto& of_rank : shards) {
-    out << " " << of_rank.size();
-    for (const auto& shard : of_rank) out << " " << shard.slot << " " << shard.begin << " " << shard.count;
-  }
-  return out.str();
-}
-
-ShardsOfRanks parse(const std::string& printed) {
-  std::istringstream in(printed);
-  std::size_t ranks = 0;
-  in >> ranks;
-  ShardsOfRanks shards(ranks);
-  for (auto& of_rank : shards) {
-    std::size_t count = 0;
-    in >> count;
-    of_rank.resize(count);
-    for (auto& shard : of_rank) in >> shard.slot >> shard.begin >> shard.count;
-  }
-  return shards;
 }
 
 // Elements of state `index`, flat: a view of the values stored in `own` or `copies`. Throws Error where this process
@@ -146,16 +131,11 @@ std::string MovingState::names_of(const std::vector<Shard>& lost) const {
 }
 
 std::vector<MovingState::Versions> MovingState::gather_versions() const {
-  std::ostringstream mine;
-  if (place_) mine << place_->version << " " << place_->rank << " ";
-  if (before_) mine << before_->first.version << " " << before_->first.rank << " ";
+  Versions mine;
+  if (place_) mine[place_->version] = place_->rank;
+  if (before_) mine[before_->first.version] = before_->first.rank;
   std::vector<Versions> all;
-  for (const auto& printed : ranks_.all_gather(mine.str())) {
-    std::istringstream in(printed);
-    auto& versions = all.emplace_back();
-    std::int64_t version = 0;
-    for (int rank = 0; in >> version >> rank;) versions[version] = rank;
-  }
+  for (const auto& theirs : ranks_.all_gather(json(mine).dump())) all.push_back(json::parse(theirs).get<Versions>());
   return all;
 }
 
@@ -174,7 +154,7 @@ ShardsOfRanks MovingState::held_now(std::int64_t version, const std::vector<Vers
   const auto has_none = [&](const Versions& versions) { return !versions.contains(version); };
   if (std::ranges::any_of(all, has_none)) {
     const auto root = std::ranges::find_if_not(all, has_none) - all.begin();
-    held = parse(ranks_.broadcast(print(held), static_cast<int>(root)));
+    held = json::parse(ranks_.broadcast(json(held).dump(), static_cast<int>(root))).get<ShardsOfRanks>();
   }
   ShardsOfRanks now;
   for (const auto& versions : all) {

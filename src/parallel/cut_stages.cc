@@ -5,11 +5,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <numeric>
 
 #include "base/text.h"
 #include "ops/replica_random.h"
+#include "parallel/exchange.h"
 #include "parallel/layer_measurements.h"
 #include "parallel/pipeline_run.h"
 #include "parallel/sharded_units.h"
@@ -37,13 +37,13 @@ LayerCost measure(const PipelineStage& layer, Tensor& x) {
     const auto input = x.is_floating_point() ? x.detach().requires_grad_() : x;
     const auto start = std::chrono::steady_clock::now();
     const auto before = parallel::bytes_in_use();
-    output = layer.forward(*module, input);
+    const auto y = layer.forward(*module, input);
     cost.activation_bytes = std::max(cost.activation_bytes, parallel::bytes_in_use() - before);
-    if (output.requires_grad()) output.backward(at::ones_like(output));
+    if (y.requires_grad()) y.backward(at::ones_like(y));
     parallel::synchronize(x.device());
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
     cost.seconds = std::min(cost.seconds, seconds.count());
-    output = output.detach();
+    output = y.detach();
   }
   x = output;
   return cost;
@@ -81,8 +81,7 @@ std::vector<LayerCost> measure_layers(const std::vector<PipelineStage>& layers, 
     for (std::size_t i = 0; i < layers.size(); ++i) costs[i] = measure(layers[i], input);
     generator.set_state(random);
   });
-  const auto bytes = ranks.broadcast({reinterpret_cast<const char*>(costs.data()), costs.size() * sizeof(LayerCost)});
-  std::memcpy(costs.data(), bytes.data(), bytes.size());
+  parallel::broadcast_values(costs, ranks);
   return costs;
 }
 

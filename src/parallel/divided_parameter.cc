@@ -88,15 +88,14 @@ Tensor linear(const std::string& layer, const RowwiseParallel& style, const Comm
   return call.bias.defined() ? y + call.bias : y;
 }
 
-struct EmbeddingCall {
-  Tensor weight, ids;
-  std::int64_t padding_idx;
-  bool scale_grad_by_freq, sparse;
-};
+// at::embedding(weight, ids, padding_idx, scale_grad_by_freq, sparse), for other ids.
+Tensor look_up(const ops::OperatorCall& call, const Tensor& ids, std::int64_t padding_idx) {
+  return at::embedding(call.tensor(0), ids, padding_idx, call.argument(3).toBool(), call.argument(4).toBool());
+}
 
-Tensor embed(const std::string&, const ColwiseParallel& style, const Communicator& ranks, const EmbeddingCall& call) {
-  const auto y = at::embedding(call.weight, call.ids, call.padding_idx, call.scale_grad_by_freq, call.sparse);
-  return colwise_output(y, style.output, ranks);
+Tensor embed(const std::string&, const ColwiseParallel& style, const Communicator& ranks,
+             const ops::OperatorCall& call) {
+  return colwise_output(look_up(call, call.tensor(1), call.argument(2).toInt()), style.output, ranks);
 }
 
 void check_ids(const std::string& layer, const Tensor& ids, std::int64_t all) {
@@ -110,32 +109,28 @@ void check_ids(const std::string& layer, const Tensor& ids, std::int64_t all) {
 }
 
 Tensor embed(const std::string& layer, const RowwiseParallel& style, const Communicator& ranks,
-             const EmbeddingCall& call) {
-  const auto rows = call.weight.size(0), first = rows * ranks.rank(), all = rows * ranks.size();
-  check_ids(layer, call.ids, all);
-  const auto ids = call.ids - first;
+             const ops::OperatorCall& call) {
+  const auto rows = call.tensor(0).size(0), first = rows * ranks.rank(), all = rows * ranks.size();
+  const auto all_ids = call.tensor(1);
+  check_ids(layer, all_ids, all);
+  const auto ids = all_ids - first;
   // Ids that no rank has reach the operator, which refuses them on other devices too.
-  const auto exist = (call.ids >= 0).logical_and_(call.ids < all);
+  const auto exist = (all_ids >= 0).logical_and_(all_ids < all);
   const auto elsewhere = (ids < 0).logical_or_(ids >= rows).logical_and_(exist);
-  const auto padding_idx = call.padding_idx >= first && call.padding_idx < first + rows ? call.padding_idx - first : -1;
-  const auto y =
-      at::embedding(call.weight, ids.masked_fill(elsewhere, 0), padding_idx, call.scale_grad_by_freq, call.sparse);
+  const auto padding_idx = call.argument(2).toInt();
+  const bool is_padding_here = padding_idx >= first && padding_idx < first + rows;
+  const auto y = look_up(call, ids.masked_fill(elsewhere, 0), is_padding_here ? padding_idx - first : -1);
   return rowwise_output(y.masked_fill(elsewhere.unsqueeze(-1), 0), style.output, ranks);
-}
-
-EmbeddingCall embedding_call(const ops::OperatorCall& call) {
-  return {call.tensor(0), call.tensor(1), call.argument(2).toInt(), call.argument(3).toBool(),
-          call.argument(4).toBool()};
 }
 
 // Looks up rows of a linear layer's weight. The rows are the layer's outputs; row-parallel, its inputs are the
 // features.
 Tensor embed_with_linear(const std::string& layer, const ColwiseParallel&, const Communicator& ranks,
-                         const EmbeddingCall& call) {
+                         const ops::OperatorCall& call) {
   return embed(layer, RowwiseParallel(), ranks, call);
 }
 Tensor embed_with_linear(const std::string& layer, const RowwiseParallel&, const Communicator& ranks,
-                         const EmbeddingCall& call) {
+                         const ops::OperatorCall& call) {
   return embed(layer, ColwiseParallel{.output = Replicate()}, ranks, call);
 }
 
@@ -261,7 +256,7 @@ bool DividedWeight<Style>::run(const ops::OperatorCall& call, std::size_t i) {
   if (is_embedding_) {
     if (call.name() != "aten::embedding" || i != 0) return false;
     ids_.check(call.tensor(1));
-    call.finish(embed(layer(), style_, ranks(), embedding_call(call)));
+    call.finish(embed(layer(), style_, ranks(), call));
     return true;
   }
   const auto operands = linear_call(call, i, weight_);
@@ -279,7 +274,7 @@ bool DividedWeight<Style>::otherwise(const ops::OperatorCall& call, const ops::A
     if (operands) result = tied_head(layer(), style_, ranks(), *operands, inputs_);
   } else if (call.name() == "aten::embedding" && place.index == 0 && division().blocks == 1) {
     ids_.check(call.tensor(1));
-    result = embed_with_linear(layer(), style_, ranks(), embedding_call(call));
+    result = embed_with_linear(layer(), style_, ranks(), call);
   }
   if (!result) return DividedParameter::otherwise(call, place);
   call.finish(std::move(*result));

@@ -77,10 +77,10 @@ PartialGradients::PartialGradients(std::string whose, std::string remedy, const 
     : whose_(std::move(whose)),
       remedy_(std::move(remedy)),
       ranks_(ranks.with_purpose(Purpose(text("comparing the gradients ", whose_)))),
-      uses_(std::make_shared<ComparedCalls>(ranks_)) {}
+      uses_(ranks_) {}
 
 Tensor PartialGradients::watched(const Tensor& used, const Tensor& input) const {
-  if (!used.requires_grad() || used.is_leaf() || !uses_->next_is_one()) return used;
+  if (!used.requires_grad() || used.is_leaf() || !uses_.next_is_one()) return used;
   used.register_hook([whose = whose_, remedy = remedy_, ranks = ranks_,
                       of_input = fingerprint(input)](const Tensor& gradient) {
     const auto [norm, product] = fingerprint(gradient);
@@ -101,10 +101,10 @@ Tensor PartialGradients::watched(const Tensor& used, const Tensor& input) const 
 WholeInputs::WholeInputs(const std::string& layer, const Communicator& ranks)
     : layer_(layer.empty() ? "the module" : layer),
       ranks_(ranks.with_purpose(Purpose(text("comparing the inputs of ", layer_, ", for ", ranks.purpose().words())))),
-      calls_(std::make_shared<ComparedCalls>(ranks_)) {}
+      calls_(ranks_) {}
 
 void WholeInputs::check(const Tensor& input) const {
-  if (!calls_->next_is_one()) return;
+  if (!calls_.next_is_one()) return;
   const auto [norm, product] = fingerprint(input);
   const auto largest = largest_of(std::array{norm, product, static_cast<double>(input.numel())}, ranks_);
   const auto differs = [&](std::size_t i, double by) { return largest[i] + largest[3 + i] > by; };

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <string>
 
 #include "base/mutex.h"
@@ -48,7 +47,7 @@ class WholeInputs {
  private:
   const std::string layer_;
   const Communicator ranks_;
-  const std::shared_ptr<ComparedCalls> calls_;
+  mutable ComparedCalls calls_;
 };
 
 // Looks now and then at the gradients of what each rank is to use for its own part of the activations.
@@ -66,7 +65,7 @@ class PartialGradients {
  private:
   const std::string whose_, remedy_;
   const Communicator ranks_;
-  const std::shared_ptr<ComparedCalls> uses_;
+  mutable ComparedCalls uses_;
 };
 
 }  // namespace lockstep::parallel

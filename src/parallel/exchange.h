@@ -3,6 +3,9 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "lockstep/collective/communicator.h"
 #include "lockstep/ops/tensor.h"
 
@@ -23,6 +26,14 @@ Tensor exchange(const Tensor& x, const Communicator& ranks, Exchange forward, Ex
 
 // Exchanges without autograd. A tensor that nobody else uses may be changed.
 Tensor exchange(Tensor x, const Communicator& ranks, Exchange what, std::int64_t dim);
+
+// All ranks get rank `root`'s values, which may be of another number elsewhere. Collective.
+template <class T>
+void broadcast_values(std::vector<T>& values, const Communicator& ranks, int root = 0) {
+  const auto bytes = ranks.broadcast({reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)}, root);
+  values.resize(bytes.size() / sizeof(T));
+  std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(values.data()));
+}
 
 // A rank's equal part along a dimension: a view.
 Tensor part_of(const Tensor& x, std::int64_t dim, int rank, int ranks);

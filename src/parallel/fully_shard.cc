@@ -39,9 +39,8 @@ double FullyShardedParameters::clip_grad_norm(double max_norm, const Communicato
   parallel::check_max_norm(max_norm);
   const at::NoGradGuard no_gradient;
   std::vector<std::pair<Tensor, Tensor>> gradients;
-  units_->for_each_flat_shard([&](const FlatShard& flat) {
-    for (std::size_t i = 0; i < flat.parameters().size(); ++i)
-      gradients.emplace_back(flat.parameters()[i], flat.shard(i).grad());
+  units_->for_each_parameter([&](const FlatShard& flat, std::size_t i) {
+    gradients.emplace_back(flat.parameters()[i], flat.shard(i).grad());
   });
   const auto norm = parallel::norm_of(gradients, units_->ranks(), stages);
   const auto factor = parallel::clip_factor(norm, max_norm);

@@ -97,10 +97,10 @@ LayerKinds find_kinds(const MeasureInput& input, int tensor) {
   return found;
 }
 
-LayerTrial::LayerTrial(const PipelineStage& stage, const ParallelPlan& entries, Sharding sharding,
-                       const Communicator& tensor, const Communicator& data)
-    : stage_(stage), sharding_(sharding), tensor_(tensor), module_(stage.make()) {
-  if (tensor_.size() > 1) parallelize_module(*module_, tensor_, entries);
+LayerTrial::LayerTrial(const MeasureInput& input, const LayerKind& kind, Sharding sharding, const Communicator& tensor,
+                       const Communicator& data)
+    : input_(input), kind_(kind), sharding_(sharding), tensor_(tensor), module_(input.layers[kind.layer].make()) {
+  if (tensor_.size() > 1) parallelize_module(*module_, tensor_, kind.entries);
   parameters_ = unique(module_->parameters());
   for (const auto& parameter : parameters_) {
     if (parameter.dim() == 2) ops::add_hook(parameter, std::make_shared<SplitWeight>(parameter));
@@ -112,11 +112,10 @@ LayerTrial::LayerTrial(const PipelineStage& stage, const ParallelPlan& entries, 
   parameters_ = sharded_->parameters();
 }
 
-void LayerTrial::forward(const Tensor& x) { output_ = last_ = stage_.forward(*module_, x); }
-
-void LayerTrial::forward(const Tensor& x, const Tensor& target, const SplitLoss& loss) {
-  forward(x);
-  last_ = loss(output_, target, tensor_);
+void LayerTrial::forward(const Tensor& x, std::int64_t examples) {
+  const auto leaf = kind_.layer > 0 && x.is_floating_point() ? x.detach().requires_grad_() : x;
+  output_ = last_ = input_.layers[kind_.layer].forward(*module_, leaf);
+  if (input_.is_last(kind_.layer)) last_ = input_.loss(output_, input_.target.narrow(0, 0, examples), tensor_);
 }
 
 void LayerTrial::reshard() {

@@ -11,6 +11,7 @@
 #include "base/median.h"
 #include "base/text.h"
 #include "lockstep/ops/memory.h"
+#include "parallel/exchange.h"
 #include "parallel/mesh_backend.h"
 
 namespace lockstep::parallel {
@@ -28,26 +29,15 @@ double rehearsed_seconds(Rehearsal& rehearsal, MeasuredLinks& links) {
   return sum;
 }
 
-void run_forward(LayerTrial& trial, const MeasureInput& input, const LayerKind& kind, std::int64_t examples,
-                 const Tensor& x) {
-  const auto leaf = kind.layer > 0 && x.is_floating_point() ? x.detach().requires_grad_() : x;
-  if (input.is_last(kind.layer)) {
-    trial.forward(leaf, input.target.narrow(0, 0, examples), input.loss);
-  } else {
-    trial.forward(leaf);
-  }
-}
-
 // The times of one kind of layer.
 class TimedTrial {
  public:
-  TimedTrial(const MeasureInput& input, const LayerKind& kind, LayerTrial& trial, const Communicator& all,
-             const Tensor& others)
-      : input_(input), kind_(kind), trial_(trial), all_(all), others_(others) {}
+  TimedTrial(LayerTrial& trial, const Communicator& all, const Tensor& others)
+      : trial_(trial), all_(all), others_(others) {}
 
   // `communicated`: seconds to add, of what was rehearsed since its last call.
   LayerTimes measure(std::int64_t examples, const std::function<double()>& communicated) {
-    const auto x = kind_.input(input_, examples);
+    const auto x = trial_.input(examples);
     communicated();
     const auto warm_up = run(examples, x, [&] { forward_link_ = communicated(); });
     const auto backward_link = communicated();
@@ -97,7 +87,7 @@ class TimedTrial {
   std::array<double, 3> run(std::int64_t examples, const Tensor& x, const std::function<void()>& between) {
     std::array<double, 3> seconds{};
     pass_others();
-    seconds[0] = seconds_of([&] { run_forward(trial_, input_, kind_, examples, x); });
+    seconds[0] = seconds_of([&] { trial_.forward(x, examples); });
     between();
     trial_.reshard();
     pass_others();
@@ -106,8 +96,6 @@ class TimedTrial {
     return seconds;
   }
 
-  const MeasureInput& input_;
-  const LayerKind& kind_;
   LayerTrial& trial_;
   const Communicator& all_;
   const Tensor& others_;
@@ -115,14 +103,14 @@ class TimedTrial {
 };
 
 // Counted by one rank alone, so that threads can be ranks.
-LayerBytes bytes_of_kind(const MeasureInput& input, const LayerKind& kind, LayerTrial& trial, std::int64_t examples) {
+LayerBytes bytes_of(LayerTrial& trial, bool is_first_layer, std::int64_t examples) {
   LayerBytes bytes;
   trial.zero_grad();
-  const auto x = kind.input(input, examples);
-  if (kind.layer > 0) bytes.input = static_cast<double>(x.nbytes());
+  const auto x = trial.input(examples);
+  if (!is_first_layer) bytes.input = static_cast<double>(x.nbytes());
   release_memory();
   const auto before = bytes_in_use();
-  run_forward(trial, input, kind, examples, x);
+  trial.forward(x, examples);
   bytes.output = static_cast<double>(trial.output().nbytes());
   bytes.activations = bytes_in_use() - before;
   trial.backward_input();
@@ -183,34 +171,29 @@ LayerKinds LayerMeasurements::find(int tensor) const {
 }
 
 void LayerMeasurements::count_bytes(const LayerKinds& kinds, int tensor, Measured& measured) const {
-  constexpr std::ptrdiff_t kFields = 4;
-  std::vector<double> counted(kFields * kinds.kinds.size() * measured.examples.size());
+  std::vector<LayerBytes> counted;  // of each kind, for each number of examples
   links_.all().run_on_rank_0([&] {
-    auto next = counted.begin();
     for (const auto& kind : kinds.kinds) {
       const Rehearsal group(tensor);
-      LayerTrial trial(input_.layers[kind.layer], kind.entries, Sharding::none, group.ranks(), {});
+      LayerTrial trial(input_, kind, Sharding::none, group.ranks(), {});
       const auto own = bytes_of_trial(kind, {.tensor = tensor});
       double last = 0, of = 1;  // activations of the last count, for so many examples
       for (const auto count : measured.examples) {
         const auto expected = own + last * static_cast<double>(count) / of;
-        LayerBytes bytes;
-        if (expected <= input_.options.memory_bytes) {
-          bytes = bytes_of_kind(input_, kind, trial, count);
-          last = bytes.activations;
-          of = static_cast<double>(count);
-        }
-        for (const double each : {bytes.activations, bytes.working, bytes.input, bytes.output}) *next++ = each;
+        auto& bytes = counted.emplace_back();
+        if (expected > input_.options.memory_bytes) continue;
+        bytes = bytes_of(trial, kind.layer == 0, count);
+        last = bytes.activations;
+        of = static_cast<double>(count);
       }
     }
     release_memory();
   });
-  links_.all().sum(counted);  // the other ranks have zeros
+  broadcast_values(counted, links_.all());
   auto next = counted.begin();
   for (auto& profile : measured.profiles) {
     for (const auto count : measured.examples) {
-      const LayerBytes bytes{next[0], next[1], next[2], next[3]};
-      next += kFields;
+      const auto& bytes = *next++;
       if (bytes.output > 0) profile.bytes[count] = bytes;
     }
   }
@@ -237,8 +220,8 @@ void LayerMeasurements::time_kind(const LayerDivision& division, std::size_t num
   auto& profile = measured.profiles[number];
   const auto other_floats = static_cast<std::int64_t>(std::min(kMostOtherBytes, found.parameter_bytes()) / 4);
   const auto others = at::zeros({other_floats}, at::kFloat);
-  LayerTrial trial(input_.layers[kind.layer], kind.entries, division.sharding, tensor, data);
-  TimedTrial timed(input_, kind, trial, links_.all(), others);
+  LayerTrial trial(input_, kind, division.sharding, tensor, data);
+  TimedTrial timed(trial, links_.all(), others);
   const auto& counted = measured_.at({.tensor = division.tensor}).profiles[number].bytes;
   for (const auto count : measured.examples) {
     const auto bytes = counted.find(count);

@@ -58,14 +58,14 @@ LayerKinds find_kinds(const MeasureInput& input, int tensor);
 // One layer of a model, made for a division, and run as a stage of a Pipeline runs it.
 class LayerTrial {
  public:
-  // Collective over the ranks. `stage`: makes the layer, called by its number; `entries` are those for it. `tensor` and
-  // `data`: the ranks of parallelize_module, and of sharding.
-  LayerTrial(const PipelineStage& stage, const ParallelPlan& entries, Sharding sharding, const Communicator& tensor,
+  // Collective over the ranks: `tensor` are those of parallelize_module, `data` those of sharding. `input` and `kind`
+  // must outlive it.
+  LayerTrial(const MeasureInput& input, const LayerKind& kind, Sharding sharding, const Communicator& tensor,
              const Communicator& data);
 
-  // Computes forward, and the loss where it is given, and keeps the graph for `backward`.
-  void forward(const Tensor& x);
-  void forward(const Tensor& x, const Tensor& target, const SplitLoss& loss);
+  // Computes forward, and the loss of the last layer, and keeps the graph for backward. `x`: input(examples).
+  Tensor input(std::int64_t examples) const { return kind_.input(input_, examples); }
+  void forward(const Tensor& x, std::int64_t examples);
 
   // Gives up what fully_shard of stage 3 has given up before backward.
   void reshard();
@@ -80,7 +80,8 @@ class LayerTrial {
   const std::vector<Tensor>& parameters() const { return parameters_; }
 
  private:
-  const PipelineStage stage_;
+  const MeasureInput& input_;
+  const LayerKind& kind_;
   const Sharding sharding_;
   const Communicator tensor_;
   std::shared_ptr<torch::nn::Module> module_;

@@ -5,17 +5,22 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <chrono>
+#include <cstring>
+#include <fstream>
 #include <limits>
 #include <map>
+#include <nlohmann/json.hpp>
 
 #include "base/median.h"
 #include "base/text.h"
+#include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "parallel/exchange.h"
 #include "parallel/gradients.h"
 #include "parallel/mesh_backend.h"
 #include "parallel/pipeline_run.h"
-#include "parallel/pipeline_timeline.h"
 #include "parallel/sharded_units.h"
 #include "parallel/tied_parameters.h"
 
@@ -61,6 +66,38 @@ double sum_of_losses(const Train& train, const Communicator& ranks, const Microb
   });
   ranks.sum({&sum, 1});
   return sum;
+}
+
+using nlohmann::json;
+
+constexpr double kMicroseconds = 1e6;
+
+// One rank's events: a JSON array. `times` of `actions`, in seconds since `began`.
+std::string timeline_events(const std::vector<PipelineAction>& actions, const std::vector<PipelineTimes::Span>& times,
+                            int rank, double began) {
+  json events{
+      {{"ph", "M"}, {"pid", 0}, {"tid", rank}, {"name", "thread_name"}, {"args", {{"name", text("rank ", rank)}}}}};
+  for (std::size_t i = 0; i < times.size(); ++i) {
+    events.push_back({{"ph", "X"},
+                      {"pid", 0},
+                      {"tid", rank},
+                      {"name", name_of(actions[i].kind)},
+                      {"ts", kMicroseconds * (began + times[i].begin)},
+                      {"dur", kMicroseconds * (times[i].end - times[i].begin)},
+                      {"args", {{"stage", actions[i].stage}, {"microbatch", actions[i].microbatch}}}});
+  }
+  return events.dump();
+}
+
+void write_events(const std::string& path, const std::vector<std::string>& events_of_ranks) {
+  json all = json::array();
+  for (const auto& events : events_of_ranks) {
+    for (auto& event : json::parse(events)) all.push_back(std::move(event));
+  }
+  std::ofstream out(path);
+  out << json{{"traceEvents", std::move(all)}, {"displayTimeUnit", "ms"}};
+  out.close();
+  if (!out) throw IoError(text("cannot write ", path, ": ", std::strerror(errno)));
 }
 
 PipelineSchedule checked(PipelineSchedule schedule, int ranks) {
@@ -291,10 +328,7 @@ Tensor Pipeline::forward(const Tensor& x, std::int64_t most_microbatches) {
     shape = output.sizes().vec();
     shape.insert(shape.begin(), static_cast<std::int64_t>(output.scalar_type()));
   }
-  const std::string bytes = state_->ranks_for_outputs.broadcast(
-      {reinterpret_cast<const char*>(shape.data()), shape.size() * sizeof(std::int64_t)}, last);
-  shape.resize(bytes.size() / sizeof(std::int64_t));
-  std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(shape.data()));
+  parallel::broadcast_values(shape, state_->ranks_for_outputs, last);
   const at::IntArrayRef sizes(shape.data() + 1, shape.size() - 1);
   if (!output.defined()) output = at::empty(sizes, x.options().dtype(static_cast<at::ScalarType>(shape[0])));
   output = output.contiguous();
@@ -342,10 +376,9 @@ std::vector<PipelineCosts> Pipeline::measured_costs() const {
 
 void Pipeline::write_timeline(const std::string& path) const {
   const std::chrono::duration<double> began = state_->step_began - state_->zero;
-  const auto events =
-      parallel::timeline_events(state_->timed_actions, state_->times, state_->ranks.rank(), began.count());
+  const auto events = timeline_events(state_->timed_actions, state_->times, state_->ranks.rank(), began.count());
   const auto all = state_->ranks.all_gather(events);
-  state_->ranks.run_on_rank_0([&] { parallel::write_timeline(path, all); });
+  state_->ranks.run_on_rank_0([&] { write_events(path, all); });
 }
 
 const PipelineSchedule& Pipeline::schedule() const { return state_->schedule; }

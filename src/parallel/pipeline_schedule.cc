@@ -8,7 +8,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "parallel/pipeline_timeline.h"
+#include "parallel/pipeline_costs.h"
 
 namespace lockstep {
 namespace {
@@ -82,6 +82,10 @@ std::vector<PipelineAction> needs(const PipelineSchedule& schedule, const Places
   return needed;
 }
 
+double message_cost_of(const PipelineAction& action, const std::vector<PipelineCosts>& costs) {
+  return costs.size() == 1 ? costs[0].message : costs.at(static_cast<std::size_t>(action.stage)).message;
+}
+
 class Simulation {
  public:
   Simulation(const PipelineSchedule& schedule, const std::vector<PipelineCosts>& costs)
@@ -132,8 +136,8 @@ class Simulation {
     for (const auto& need : needs(schedule_, places_, action)) {
       const auto [where, index] = places_.at(key_of(need));
       if (times_.of_actions[where].size() <= index) return {};
-      ready = std::max(
-          ready, times_.of_actions[where][index].end + (where == rank ? 0 : parallel::message_cost_of(need, costs_)));
+      ready =
+          std::max(ready, times_.of_actions[where][index].end + (where == rank ? 0 : message_cost_of(need, costs_)));
     }
     return ready;
   }

@@ -40,11 +40,6 @@ void check_plan(std::size_t layers, const Tensor& x, const Tensor& target, int p
   if (!(options.optimizer_states >= 0)) fail("optimizer_states is ", options.optimizer_states);
 }
 
-// Layers whose modules are called by their numbers in the model.
-std::vector<PipelineStage> numbered(const std::vector<PipelineStage>& layers) {
-  return join_layers(layers, std::vector<int>(layers.size(), 1));
-}
-
 parallel::Profile measure_profile(const parallel::MeasureInput& input, const parallel::PlanNeeds& needs,
                                   parallel::MeasuredLinks& links) {
   parallel::Profile profile;
@@ -126,7 +121,7 @@ SplitPlan plan_parallel(const std::vector<PipelineStage>& layers, const Tensor& 
   const auto random = generator.get_state();
   parallel::Profile profile;
   mesh.ranks().abort_on_error([&] {
-    const auto named = numbered(layers);
+    const auto named = join_layers(layers, std::vector<int>(layers.size(), 1));  // modules are called "i.name"
     // All ranks get one rank's batch, as those of a tensor group have it.
     const auto same_x = x.clone(at::MemoryFormat::Contiguous), same_target = target.clone(at::MemoryFormat::Contiguous);
     broadcast(mesh.ranks(), {same_x, same_target});

@@ -5,7 +5,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "parallel/pipeline_timeline.h"
+#include "parallel/pipeline_costs.h"
 
 namespace lockstep {
 namespace schedules {

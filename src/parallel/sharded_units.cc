@@ -311,9 +311,7 @@ void ShardedUnits::finish_backward() {
     not_reduced_.pop_back();
   }
   std::vector<double> taken;
-  for_each_flat_shard([&](const FlatShard& flat) {
-    for (std::size_t i = 0; i < flat.parameters().size(); ++i) taken.push_back(flat.has_taken(i) ? 1 : 0);
-  });
+  for_each_parameter([&](const FlatShard& flat, std::size_t i) { taken.push_back(flat.has_taken(i) ? 1 : 0); });
   taken.push_back(have_shards_changed() ? 1 : 0);
   taken.push_back(is_any_cleared() ? 1 : 0);
   const auto by_all = summed(comparing_gradients_, taken);
@@ -335,22 +333,18 @@ void ShardedUnits::finish_backward() {
 
 void ShardedUnits::note_gradients() {
   left_.clear();
-  for_each_flat_shard([&](const FlatShard& flat) {
-    for (std::size_t i = 0; i < flat.parameters().size(); ++i) left_.push_back(noted(flat.shard(i).grad()));
-  });
+  for_each_parameter([&](const FlatShard& flat, std::size_t i) { left_.push_back(noted(flat.shard(i).grad())); });
 }
 
 // True where a gradient to which this backward adds was cleared, or written, since note_gradients.
 bool ShardedUnits::is_any_cleared() const {
   bool is_any = false;
   std::size_t next = 0;
-  for_each_flat_shard([&](const FlatShard& flat) {
-    for (std::size_t i = 0; i < flat.parameters().size(); ++i) {
-      const auto place = next++;
-      if (!flat.has_taken(i) || flat.shard(i).numel() == 0) continue;
-      const auto& gradient = flat.shard(i).grad();
-      is_any = is_any || !gradient.defined() || place >= left_.size() || noted(gradient) != left_[place];
-    }
+  for_each_parameter([&](const FlatShard& flat, std::size_t i) {
+    const auto place = next++;
+    if (!flat.has_taken(i) || flat.shard(i).numel() == 0) return;
+    const auto& gradient = flat.shard(i).grad();
+    is_any = is_any || !gradient.defined() || place >= left_.size() || noted(gradient) != left_[place];
   });
   return is_any;
 }

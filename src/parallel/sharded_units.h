@@ -75,6 +75,14 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
     }
   }
 
+  // Calls act(flat, i) for each parameter i of each flat shard.
+  template <class Act>
+  void for_each_parameter(const Act& act) const {
+    for_each_flat_shard([&](const FlatShard& flat) {
+      for (std::size_t i = 0; i < flat.parameters().size(); ++i) act(flat, i);
+    });
+  }
+
  private:
   using Named = std::vector<std::pair<std::string, Tensor>>;
 

@@ -21,12 +21,12 @@ std::vector<Tensor> gradients_of(const Product& product) {
   at::autocast::set_autocast_enabled(at::kCPU, false);
   at::autocast::clear_cache();
   EXPECT_EQ(y.scalar_type(), at::kBFloat16);
-  WeightGradients later;
+  const auto later = std::make_shared<WeightGradients>();
   {
-    const WeightGradients::Collect collect(later);
+    const auto leaving = leave_weights_to(later);
     y.pow(2).sum().backward();
   }
-  later.compute();
+  later->compute();
   std::vector<Tensor> gradients;
   for (const auto& input : inputs) gradients.push_back(input.grad());
   return gradients;

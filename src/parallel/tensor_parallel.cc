@@ -52,7 +52,8 @@ class Planner {
   template <class Style>
   void add(const std::string& pattern, const Style& style) {
     const auto matches = [&](const Found& found) { return parallel::matches(pattern, found.name); };
-    if (std::ranges::none_of(modules_, matches)) fail_no_match(pattern, "module", names_of_modules());
+    if (std::ranges::none_of(modules_, matches))
+      fail_no_match(pattern, "module", module_.named_modules("", /*include_self=*/false).keys());
     for (const auto& found : modules_) {
       if (matches(found)) add_module(found, style);
     }
@@ -202,14 +203,6 @@ class Planner {
 
   static const char* name_of(const ColwiseParallel&) { return "ColwiseParallel"; }
   static const char* name_of(const RowwiseParallel&) { return "RowwiseParallel"; }
-
-  std::vector<std::string> names_of_modules() const {
-    std::vector<std::string> names;
-    for (const auto& found : modules_) {
-      if (!found.name.empty()) names.push_back(found.name);
-    }
-    return names;
-  }
 
   [[noreturn]] static void fail_no_match(const std::string& pattern, const char* what,
                                          const std::vector<std::string>& names) {

@@ -1,7 +1,6 @@
-// The times of a pipeline's actions: their costs, which are predicted, and a step as a file for chrome://tracing.
+// The predicted costs of a pipeline's actions.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "lockstep/parallel/pipeline_schedule.h"
@@ -19,16 +18,5 @@ inline double cost_of(const PipelineAction& action, const std::vector<PipelineCo
   }
   return 0;
 }
-
-inline double message_cost_of(const PipelineAction& action, const std::vector<PipelineCosts>& costs) {
-  return costs.size() == 1 ? costs[0].message : costs.at(static_cast<std::size_t>(action.stage)).message;
-}
-
-// One rank's events: a JSON array. `times` of `actions`, in seconds since `began`.
-std::string timeline_events(const std::vector<PipelineAction>& actions, const std::vector<PipelineTimes::Span>& times,
-                            int rank, double began);
-
-// Throws IoError.
-void write_timeline(const std::string& path, const std::vector<std::string>& events_of_ranks);
 
 }  // namespace lockstep::parallel
