@@ -55,11 +55,11 @@ class Answer {
                                                    : "this process is no parameter server");
   }
   // Waits for a model that this server has not made yet.
-  parameter_server::ServedModels& models_with_this() const {
+  parameter_server::ServedModels& models_once_made() const {
     models().wait_for(request_.model(), deadline_);
     return models();
   }
-  std::shared_ptr<ShardStore> shards() const { return models_with_this().find(request_.model()); }
+  std::shared_ptr<ShardStore> shards() const { return models_once_made().find(request_.model()); }
   parameter_server::ChiefService& chief() const {
     if (services_.chief) return *services_.chief;
     throw InvalidArgument("this process is not the chief");
@@ -228,7 +228,7 @@ class Answer {
   }
 
   void cut(const Cut& cut) const {
-    const auto written = models_with_this().find_written(request_.model());
+    const auto written = models_once_made().find_written(request_.model());
     if (written != nullptr) written->cut(cut.end());
     reply_done(written != nullptr);
   }
@@ -243,7 +243,7 @@ class Answer {
 
   void restore(const Restore& restore) const {
     const auto chief = restore.has_chief() ? std::optional(restore.chief()) : std::nullopt;
-    reply_transfer(models_with_this().restore(request_.model(), restore.checkpoint(), chief));
+    reply_transfer(models_once_made().restore(request_.model(), restore.checkpoint(), chief));
   }
 
   void reply_transfer(std::int64_t last) const {
