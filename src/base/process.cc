@@ -31,28 +31,22 @@ namespace lockstep {
 
 namespace {
 
-// The cores that a cpu.max file allows; +inf when it sets no bound or cannot be read.
-double quota_of(const std::string& cpu_max_path) {
-  std::ifstream file(cpu_max_path);
-  double quota = 0, period = 0;
-  return file >> quota >> period && period > 0 ? quota / period : INFINITY;  // "max" is no number
+// The bound in a file cpu.max, in cores, or memory.max, in bytes; +inf where it sets none or cannot be read.
+double bound_in(const std::string& path) {
+  std::ifstream file(path);
+  double bound = 0, period = 0;
+  if (!(file >> bound)) return INFINITY;  // "max" is no number
+  return file >> period && period > 0 ? bound / period : bound;
 }
 
-// The bound in a memory.max file; +inf when it sets none or cannot be read.
-double memory_bound_of(const std::string& memory_max_path) {
-  std::ifstream file(memory_max_path);
-  double bound = 0;
-  return file >> bound ? bound : INFINITY;
-}
-
-// The smallest bound on the way from this process's control group to the root (cgroup v2), each read by `bound_of`.
-double smallest_bound(const char* file_name, double (*bound_of)(const std::string& path)) {
+// The smallest bound on the way from this process's control group to the root (cgroup v2).
+double smallest_bound(const char* file_name) {
   std::ifstream file("/proc/self/cgroup");
   double smallest = INFINITY;
   for (std::string line; std::getline(file, line);) {
     if (!line.starts_with("0::")) continue;
     for (std::string group = line.substr(3);; group.resize(group.rfind('/'))) {
-      smallest = std::min(smallest, bound_of("/sys/fs/cgroup" + group + "/" + file_name));
+      smallest = std::min(smallest, bound_in("/sys/fs/cgroup" + group + "/" + file_name));
       if (group.empty() || group.find('/') == std::string::npos) break;
     }
   }
@@ -115,7 +109,7 @@ std::vector<int> allowed_cpus() {
 
 int quota_cpu_count() {
   constexpr double kMost = 1 << 20;
-  return static_cast<int>(std::clamp(std::ceil(smallest_bound("cpu.max", &quota_of)), 1.0, kMost));
+  return static_cast<int>(std::clamp(std::ceil(smallest_bound("cpu.max")), 1.0, kMost));
 }
 
 int usable_cpu_count() { return std::min(static_cast<int>(allowed_cpus().size()), quota_cpu_count()); }
@@ -129,7 +123,7 @@ int processes_that_share_memory() { return sharing_memory.load(std::memory_order
 
 std::size_t usable_memory_bytes() {
   const auto machine = static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGESIZE));
-  return static_cast<std::size_t>(std::min(machine, smallest_bound("memory.max", &memory_bound_of)));
+  return static_cast<std::size_t>(std::min(machine, smallest_bound("memory.max")));
 }
 
 bool pin_current_thread(std::span<const int> cpus) {
@@ -151,18 +145,14 @@ struct Answer {
   int count = 0;
   sem_t given{};
 };
-Answer& answer() {
-  static Answer shared;
-  return shared;
-}
+Answer answer;
 
 void give_frames(int) {
   const int saved = errno;
-  auto& shared = answer();
   int self = static_cast<int>(syscall(SYS_gettid));
-  if (shared.asked.compare_exchange_strong(self, 0)) {
-    shared.count = backtrace(shared.frames.data(), kMostFrames);
-    sem_post(&shared.given);
+  if (answer.asked.compare_exchange_strong(self, 0)) {
+    answer.count = backtrace(answer.frames.data(), kMostFrames);
+    sem_post(&answer.given);
   }
   errno = saved;
 }
@@ -181,20 +171,19 @@ std::string name_of_frame(void* frame) {
 }
 
 std::string frames_of(int thread, int signal) {
-  auto& shared = answer();
-  shared.asked = thread;
+  answer.asked = thread;
   if (syscall(SYS_tgkill, getpid(), thread, signal) != 0) return "";
   timespec until{};
   clock_gettime(CLOCK_REALTIME, &until);
   until.tv_sec += kToAnswerSeconds;
-  while (sem_timedwait(&shared.given, &until) != 0) {
+  while (sem_timedwait(&answer.given, &until) != 0) {
     if (errno == EINTR) continue;
     int still_asked = thread;
-    if (shared.asked.compare_exchange_strong(still_asked, 0)) return "  does not answer\n";
+    if (answer.asked.compare_exchange_strong(still_asked, 0)) return "  does not answer\n";
   }  // it is just answering
   std::string lines;
-  for (int i = kOwnFrames; i < shared.count; ++i)
-    lines += text("  ", name_of_frame(shared.frames[static_cast<std::size_t>(i)]), "\n");
+  for (int i = kOwnFrames; i < answer.count; ++i)
+    lines += text("  ", name_of_frame(answer.frames[static_cast<std::size_t>(i)]), "\n");
   return lines;
 }
 
@@ -205,7 +194,7 @@ std::string stacks_of_all_threads() {
   MutexLock lock(one_at_a_time);
   void* first = nullptr;
   backtrace(&first, 1);  // the first call allocates memory, which a handler must not
-  sem_init(&answer().given, 0, 0);
+  sem_init(&answer.given, 0, 0);
   const int signal = SIGRTMIN + 7;
   struct sigaction action {};
   action.sa_handler = &give_frames;

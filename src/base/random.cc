@@ -7,8 +7,9 @@ namespace lockstep {
 namespace {
 
 // Neither made nor destroyed while the program runs: static objects use these too.
-constinit Mutex mutex;
-constinit std::uint64_t process_seed LOCKSTEP_GUARDED_BY(mutex) = 0, taken LOCKSTEP_GUARDED_BY(mutex) = 0;
+constinit Mutex seeds_mutex;
+constinit std::uint64_t process_seed LOCKSTEP_GUARDED_BY(seeds_mutex) = 0, seeds_taken
+                                                                           LOCKSTEP_GUARDED_BY(seeds_mutex) = 0;
 
 thread_local SeedScope* innermost = nullptr;
 
@@ -19,15 +20,15 @@ SeedScope::~SeedScope() { innermost = outer_; }
 std::uint64_t SeedScope::next() { return mix(seed_, ++taken_); }
 
 void set_random_seed(std::uint64_t seed) {
-  MutexLock lock(mutex);
+  MutexLock lock(seeds_mutex);
   process_seed = seed;
-  taken = 0;
+  seeds_taken = 0;
 }
 
 std::uint64_t next_random_seed() {
   if (innermost != nullptr) return innermost->next();
-  MutexLock lock(mutex);
-  return mix(process_seed, ++taken);
+  MutexLock lock(seeds_mutex);
+  return mix(process_seed, ++seeds_taken);
 }
 
 }  // namespace lockstep

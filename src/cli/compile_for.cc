@@ -8,6 +8,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <ostream>
 #include <regex>
 
@@ -18,23 +19,13 @@
 namespace lockstep::cli {
 namespace {
 
-// Removed when this ends.
-class ReportFile {
- public:
-  ReportFile() : path_((std::filesystem::temp_directory_path() / "lockstep_compile_XXXXXX").string()) {
-    const int file = mkstemp(path_.data());
-    if (file < 0) throw IoError(text(path_, ": ", std::strerror(errno)));
-    close(file);
-  }
-  ~ReportFile() { std::filesystem::remove(path_); }
-  ReportFile(const ReportFile&) = delete;
-  ReportFile& operator=(const ReportFile&) = delete;
-
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
+std::string new_report_file() {
+  auto path = (std::filesystem::temp_directory_path() / "lockstep_compile_XXXXXX").string();
+  const int file = mkstemp(path.data());
+  if (file < 0) throw IoError(text(path, ": ", std::strerror(errno)));
+  close(file);
+  return path;
+}
 
 int status_of(std::vector<std::string> command) {
   pid_t process = 0;
@@ -60,9 +51,10 @@ int compile_for(const std::string& chips, const std::vector<std::string>& comman
     throw InvalidArgument(text("compile-for: the chips are \"", chips, "\"; they must be named as libtpu does: a ",
                                "generation, and the chips of each dimension, as v5e:2x4 or v4:2x2x1"));
   }
-  const ReportFile report;
+  const auto report = new_report_file();
+  const std::shared_ptr<void> removed_at_end(nullptr, [&](void*) { std::filesystem::remove(report); });
   setenv("LOCKSTEP_COMPILE_FOR", chips.c_str(), 1);
-  setenv("LOCKSTEP_COMPILE_REPORT", report.path().c_str(), 1);
+  setenv("LOCKSTEP_COMPILE_REPORT", report.c_str(), 1);
   // Without these libtpu looks for chips, and for the machines of a Cloud TPU.
   const char* const without_chips[][2] = {{"TPU_SKIP_MDS_QUERY", "1"},
                                           {"TPU_WORKER_HOSTNAMES", "localhost"},
@@ -70,7 +62,7 @@ int compile_for(const std::string& chips, const std::vector<std::string>& comman
                                           {"TPU_ACCELERATOR_TYPE", "v5litepod-4"}};
   for (const auto& [name, value] : without_chips) setenv(name, value, 0);
   const int status = status_of(command);
-  std::ifstream lines(report.path());
+  std::ifstream lines(report);
   bool has_some = false, fits = true;
   for (std::string verdict, line; lines >> verdict && std::getline(lines >> std::ws, line);) {
     out << line << "\n";

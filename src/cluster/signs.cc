@@ -6,19 +6,14 @@
 namespace lockstep::cluster {
 namespace {
 
-struct Sign {
-  const char* variable;
-  const char* missing;  // what the resolver of that launcher needs too
-  const char* remedy;
-};
-
 constexpr const char* kAsTorchrun =
     "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process, as torchrun does";
 constexpr const char* kAsTrainer =
     "set PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT on each node, as Kubeflow Trainer does, or "
     "start the program there by torchrun --no-python";
 
-constexpr Sign kSigns[] = {
+// A variable, what the resolver of that launcher needs too, and the remedy where that is missing.
+constexpr const char* kSigns[][3] = {
     {"RANK", "WORLD_SIZE", kAsTorchrun},
     {"WORLD_SIZE", "RANK", kAsTorchrun},
     {"MASTER_ADDR", "RANK", kAsTorchrun},
@@ -36,13 +31,9 @@ constexpr Sign kSigns[] = {
     {"JOBSET_NAME", "JOB_COMPLETION_INDEX", kAsTorchrun},
 };
 
-// Launchers that are not understood: a process of theirs is alone where they say that there is one.
-struct Launcher {
-  const char* rank;
-  const char* size;  // null: not told
-};
-
-constexpr Launcher kLaunchers[] = {
+// Launchers that are not understood: a process of theirs is alone where they say that there is one. The variables of
+// its rank and of their number; null: not told.
+constexpr const char* kLaunchers[][2] = {
     {"HOROVOD_RANK", "HOROVOD_SIZE"},  // of horovodrun over gloo
     {"PMI_RANK", "PMI_SIZE"},
     {"PMIX_RANK", nullptr},
@@ -57,18 +48,18 @@ constexpr Launcher kLaunchers[] = {
 }  // namespace
 
 Cluster alone(const Environment& environment) {
-  for (const auto& sign : kSigns) {
-    const char* const value = value_of(environment, sign.variable);
-    if (value == nullptr || value_of(environment, sign.missing) != nullptr) continue;
-    throw ClusterError(text(sign.variable, " is \"", value, "\", and ", sign.missing, " is not set: ", sign.remedy,
-                            ", or unset ", sign.variable));
+  for (const auto& [variable, missing, remedy] : kSigns) {
+    const char* const value = value_of(environment, variable);
+    if (value == nullptr || value_of(environment, missing) != nullptr) continue;
+    throw ClusterError(
+        text(variable, " is \"", value, "\", and ", missing, " is not set: ", remedy, ", or unset ", variable));
   }
-  for (const auto& launcher : kLaunchers) {
-    const char* const rank = value_of(environment, launcher.rank);
-    const char* const size = launcher.size == nullptr ? nullptr : value_of(environment, launcher.size);
+  for (const auto& [variable, of_size] : kLaunchers) {
+    const char* const rank = value_of(environment, variable);
+    const char* const size = of_size == nullptr ? nullptr : value_of(environment, of_size);
     if (rank == nullptr || (size != nullptr && whole_number(size) == 1)) continue;
-    throw ClusterError(text(launcher.rank, " is \"", rank, "\", so this is one of the processes of a launcher whose ",
-                            "other variables are not understood: ", kAsTorchrun, ", or unset ", launcher.rank));
+    throw ClusterError(text(variable, " is \"", rank, "\", so this is one of the processes of a launcher whose ",
+                            "other variables are not understood: ", kAsTorchrun, ", or unset ", variable));
   }
   Cluster cluster;
   if (const char* const tasks = value_of(environment, "SLURM_NTASKS"); tasks != nullptr && whole_number(tasks) > 1) {

@@ -29,9 +29,9 @@ std::string seal_frame(transport::Seal& seal, std::uint32_t code, const std::str
   return seal.close(std::string(reinterpret_cast<const char*>(&code), sizeof code) + packed);
 }
 
-OpenedFrame open_frame(transport::Seal& seal, std::string_view sealed) {
+StoreFrame open_frame(transport::Seal& seal, std::string_view sealed) {
   const auto message = seal.open(sealed);
-  OpenedFrame frame{};
+  StoreFrame frame;
   if (message.size() < sizeof frame.code) throw ClusterError("a message without a code");
   std::memcpy(&frame.code, message.data(), sizeof frame.code);
   frame.items = unpack(std::string_view(message).substr(sizeof frame.code));

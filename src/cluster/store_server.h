@@ -23,18 +23,17 @@ transport::Greeting store_greeting();
 // strings. So nobody who stands between the two can change an address that the store tells.
 struct StoreFrame {
   static constexpr std::uint32_t kLongest = 4 << 20;  // of the list
+
   enum Code : std::uint32_t { set, get, missing, add, compare_set, fail_waiters, set_at_end, done, refused, failed };
   static constexpr std::size_t kLongestSealed = sizeof(Code) + kLongest + transport::Seal::kTag;
+
+  std::uint32_t code = done;
+  std::optional<std::vector<std::string>> items = {};  // empty where the rest is no list of strings
 };
 std::string seal_frame(transport::Seal& seal, std::uint32_t code, const std::string& packed);
 
-// A frame that open_frame has opened; `items` is empty where the rest is no list of strings. open_frame throws
-// ClusterError where there is no code.
-struct OpenedFrame {
-  std::uint32_t code = 0;
-  std::optional<std::vector<std::string>> items;
-};
-OpenedFrame open_frame(transport::Seal& seal, std::string_view sealed);
+// Throws ClusterError where there is no code.
+StoreFrame open_frame(transport::Seal& seal, std::string_view sealed);
 
 class StoreServer {
  public:

@@ -10,7 +10,7 @@ namespace lockstep::cluster {
 namespace {
 
 // Its `items` are there.
-OpenedFrame read_answer(const FileDescriptor& socket, transport::Seal& seal, Deadline deadline) {
+StoreFrame read_answer(const FileDescriptor& socket, transport::Seal& seal, Deadline deadline) {
   const auto length = transport::read_value<std::uint32_t>(socket, deadline);
   if (length > StoreFrame::kLongestSealed) {
     throw ClusterError(text("an answer of ", length, " bytes is not to be believed"));
@@ -87,7 +87,7 @@ std::vector<std::string> TcpStore::ask(std::uint32_t code, const std::vector<std
                                        int answers) {
   auto link = take_idle();
   if (!link.socket.open()) link = open_link(deadline);
-  OpenedFrame answer;
+  StoreFrame answer;
   try {
     const auto bytes = seal_frame(link.seal, code, pack(items));
     transport::write_all(link.socket, std::as_bytes(std::span(bytes)), deadline);

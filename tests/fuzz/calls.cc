@@ -41,21 +41,15 @@ parameter_server::Services make_services() {
   return {models, std::make_shared<ImpatientChief>()};
 }
 
-class GivenFrames final : public CallStream {
- public:
-  explicit GivenFrames(FuzzedDataProvider& data) : data_(data) {}
-  bool read(grpc::ByteBuffer& frame) override {
-    if (data_.remaining_bytes() == 0 || data_.ConsumeIntegralInRange(0, 15) == 0) return false;
-    const grpc::Slice slice(data_.ConsumeRandomLengthString(1024));
+CallStream given_frames(FuzzedDataProvider& data) {
+  const auto read = [&data](grpc::ByteBuffer& frame) {
+    if (data.remaining_bytes() == 0 || data.ConsumeIntegralInRange(0, 15) == 0) return false;
+    const grpc::Slice slice(data.ConsumeRandomLengthString(1024));
     frame = grpc::ByteBuffer(&slice, 1);
     return true;
-  }
-  bool write(const grpc::ByteBuffer&) override { return true; }
-  bool cancelled() const override { return false; }
-
- private:
-  FuzzedDataProvider& data_;
-};
+  };
+  return {.read = read, .write = [](const grpc::ByteBuffer&) { return true; }, .cancelled = [] { return false; }};
+}
 
 std::int64_t number(FuzzedDataProvider& data) {
   return data.ConsumeBool() ? data.ConsumeIntegralInRange<std::int64_t>(-2, 20) : data.ConsumeIntegral<std::int64_t>();
@@ -125,9 +119,8 @@ void fuzz(const std::string& bytes) {
     if (request.has_save() || request.has_restore()) continue;  // files that the caller names
     if (request.has_share()) request.mutable_share()->set_process(getpid());
     if (request.has_open()) request.set_model(0);  // it would wait for others
-    GivenFrames frames(data);
     try {
-      answer(services, state, frames, request);
+      answer(services, state, given_frames(data), request);
     } catch (const Error&) {  // the next call meets what this one has left
     }
   }

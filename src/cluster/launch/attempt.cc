@@ -94,8 +94,7 @@ HostPart part_of_job(const LaunchOptions& options, int restart, const Store& sto
 }  // namespace
 
 std::vector<ChildCommand> HostsOfJob::first_launchers(const std::vector<HostSlots>& hosts) {
-  int size = 0;
-  for (const auto& host : hosts) size += host.slots;
+  const int size = slots_of(hosts);
   std::vector<ChildCommand> launchers;
   for (const auto& host : hosts) launchers.push_back(launcher_of(host.name, host.slots, size, {}));
   return launchers;

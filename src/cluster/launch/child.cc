@@ -23,33 +23,25 @@ extern char** environ;
 namespace lockstep::launch {
 namespace {
 
-// The child's end of its standard input, and the end that writes to it. Without bytes, standard input is /dev/null.
-struct Input {
-  explicit Input(const std::optional<std::string>& bytes) {
-    if (!bytes) {
-      theirs = FileDescriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
-      return;
-    }
-    int ends[2];
-    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) {
-      throw ClusterError(text("cannot make a pair of sockets: ", std::strerror(errno)));
-    }
-    theirs = FileDescriptor(ends[0]);
-    mine = FileDescriptor(ends[1]);
-    if (!say(mine, *bytes)) {
-      throw InvalidArgument(
-          text("lockstep run: the command and what -x names are too long (", bytes->size(), " bytes)"));
-    }
-  }
+// Writes all bytes without waiting; false where they do not fit, or nobody reads any more.
+bool say(const FileDescriptor& socket, const std::string& bytes) {
+  return send(socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL) ==
+         static_cast<ssize_t>(bytes.size());
+}
 
-  // Writes all bytes without waiting; false where they do not fit, or nobody reads any more.
-  static bool say(const FileDescriptor& socket, const std::string& bytes) {
-    return send(socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL) ==
-           static_cast<ssize_t>(bytes.size());
+// The child's end of its standard input, which begins with these bytes; `mine` is then the end that writes to it.
+// Without bytes, standard input is /dev/null.
+FileDescriptor input_of(const std::optional<std::string>& bytes, FileDescriptor& mine) {
+  if (!bytes) return FileDescriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) {
+    throw ClusterError(text("cannot make a pair of sockets: ", std::strerror(errno)));
   }
-
-  FileDescriptor theirs, mine;
-};
+  FileDescriptor theirs(ends[0]);
+  mine = FileDescriptor(ends[1]);
+  if (say(mine, *bytes)) return theirs;
+  throw InvalidArgument(text("lockstep run: the command and what -x names are too long (", bytes->size(), " bytes)"));
+}
 
 std::vector<std::string> with(const std::map<std::string, std::string>& added) {
   std::vector<std::string> all;
@@ -104,12 +96,13 @@ Child::Child(ChildCommand command) : command_(std::move(command)) {
   auto arguments = command_.command;
   auto environment = with(command_.environment);
   const auto raw_arguments = pointers_to(arguments), raw_environment = pointers_to(environment);
-  Input input(command_.input);
+  FileDescriptor input;
+  const auto their_input = input_of(command_.input, input);
   const pid_t launcher = getpid();
   pid_ = fork();
   if (pid_ < 0) throw ClusterError(text("cannot start a process: ", std::strerror(errno)));
   if (pid_ == 0) {
-    become(const_cast<char**>(raw_arguments.data()), const_cast<char**>(raw_environment.data()), input.theirs.get(),
+    become(const_cast<char**>(raw_arguments.data()), const_cast<char**>(raw_environment.data()), their_input.get(),
            out.in.get(), error.in.get(), problem.in.get(), launcher);
   }
   setpgid(pid_, pid_);
@@ -121,7 +114,7 @@ Child::Child(ChildCommand command) : command_(std::move(command)) {
   }
   {
     MutexLock lock(mutex_);
-    input_ = std::move(input.mine);
+    input_ = std::move(input);
   }
   fcntl(out.out.get(), F_SETFL, O_NONBLOCK);
   fcntl(error.out.get(), F_SETFL, O_NONBLOCK);
@@ -226,7 +219,7 @@ bool Child::kill() {
   is_to_end_ = true;
   {
     MutexLock lock(mutex_);
-    const bool tells = input_.open() && Input::say(input_, signal_message(SIGKILL));
+    const bool tells = input_.open() && say(input_, signal_message(SIGKILL));
     input_ = FileDescriptor();  // ssh passes on what it has got, and its end
     if (tells) return is_gone_;
   }
@@ -237,7 +230,7 @@ bool Child::kill() {
 // A message that the child does not read is dropped.
 void Child::send_message(const std::string& line) {
   MutexLock lock(mutex_);
-  if (input_.open()) Input::say(input_, line);
+  if (input_.open()) say(input_, line);
 }
 
 }  // namespace lockstep::launch

@@ -91,21 +91,21 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
   std::vector<ChildCommand> ranks;
   for (int local = 0; local < part.count; ++local) {
     const int rank = part.first + local;
-    auto environment = part.environment;
-    environment.insert_or_assign("LOCKSTEP_RANK", std::to_string(rank));
-    environment.insert_or_assign("LOCKSTEP_SIZE", std::to_string(part.size));
-    environment.insert_or_assign("LOCKSTEP_LOCAL_RANK", std::to_string(local));
-    environment.insert_or_assign("LOCKSTEP_LOCAL_SIZE", std::to_string(part.count));
-    environment.insert_or_assign("LOCKSTEP_HOST", part.host);
-    environment.insert_or_assign("LOCKSTEP_STORE", part.store);
-    if (!part.host_store.empty()) environment.insert_or_assign("LOCKSTEP_HOST_STORE", part.host_store);
-    if (!part.known_stores.empty()) environment.insert_or_assign("LOCKSTEP_JOIN", "1");
-    if (!part.roles.empty()) environment.insert_or_assign("LOCKSTEP_ROLES", part.roles);
-    environment.insert_or_assign("LOCKSTEP_RESTART", std::to_string(part.restart));
-    environment.insert_or_assign(kTokenFileVariable, token_file);
-    environment.insert_or_assign(kTrustedNetworkVariable, part.trusted_network ? "1" : "0");
-    environment.insert_or_assign("LOCKSTEP_TERMINAL", part.on_terminal ? "1" : "0");
-    environment.insert_or_assign("LOCKSTEP_TIMELINE", part.timeline ? "1" : "0");
+    std::map<std::string, std::string> environment{{"LOCKSTEP_RANK", std::to_string(rank)},
+                                                   {"LOCKSTEP_SIZE", std::to_string(part.size)},
+                                                   {"LOCKSTEP_LOCAL_RANK", std::to_string(local)},
+                                                   {"LOCKSTEP_LOCAL_SIZE", std::to_string(part.count)},
+                                                   {"LOCKSTEP_HOST", part.host},
+                                                   {"LOCKSTEP_STORE", part.store},
+                                                   {"LOCKSTEP_RESTART", std::to_string(part.restart)},
+                                                   {kTokenFileVariable, token_file},
+                                                   {kTrustedNetworkVariable, part.trusted_network ? "1" : "0"},
+                                                   {"LOCKSTEP_TERMINAL", part.on_terminal ? "1" : "0"},
+                                                   {"LOCKSTEP_TIMELINE", part.timeline ? "1" : "0"}};
+    if (!part.host_store.empty()) environment["LOCKSTEP_HOST_STORE"] = part.host_store;
+    if (!part.known_stores.empty()) environment["LOCKSTEP_JOIN"] = "1";
+    if (!part.roles.empty()) environment["LOCKSTEP_ROLES"] = part.roles;
+    environment.insert(part.environment.begin(), part.environment.end());
     const auto [role, index] = part.roles.empty() ? std::pair(std::string(), 0)
                                                   : cluster::role_of(rank, cluster::parse_roles(part.roles, part.size));
     const bool several = role == "worker" || role == "ps";

@@ -11,6 +11,7 @@
 #include <cctype>
 #include <cerrno>
 #include <cstring>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -187,10 +188,13 @@ std::vector<HostSlots> read_hostfile(const std::string& path) {
   }
 }
 
+int slots_of(const std::vector<HostSlots>& hosts) {
+  return std::accumulate(hosts.begin(), hosts.end(), 0, [](int sum, const auto& host) { return sum + host.slots; });
+}
+
 std::vector<HostSlots> fill(std::vector<HostSlots> hosts, std::optional<int> processes) {
   if (hosts.empty()) return hosts;
-  int slots = 0;
-  for (const auto& host : hosts) slots += host.slots;
+  const int slots = slots_of(hosts);
   if (processes.value_or(0) > slots) {
     throw InvalidArgument(text("-n is ", *processes, "; the hosts have ", slots, " slots"));
   }

@@ -28,6 +28,8 @@ std::vector<HostSlots> parse_hosts(const std::string& list);
 std::vector<HostSlots> parse_hostfile(const std::string& contents, const std::string& name);
 std::vector<HostSlots> read_hostfile(const std::string& path);
 
+int slots_of(const std::vector<HostSlots>& hosts);  // of all
+
 // The hosts in their order, with as many slots as run there: `processes` in all, or all that there are. Throws
 // InvalidArgument where there are too few.
 std::vector<HostSlots> fill(std::vector<HostSlots> hosts, std::optional<int> processes);

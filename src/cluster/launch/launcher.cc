@@ -92,11 +92,8 @@ void check(const LaunchOptions& options) {
     throw InvalidArgument(
         "lockstep run: -n and --workers are both given; with --workers and --ps the number of processes is known");
   }
-  int processes = options.processes.value_or(1);
-  if (!options.hosts.empty()) {
-    processes = 0;
-    for (const auto& host : fill(options.hosts, options.processes)) processes += host.slots;
-  }
+  int processes =
+      options.hosts.empty() ? options.processes.value_or(1) : slots_of(fill(options.hosts, options.processes));
   if (!options.host_discovery.empty()) processes = std::max(processes, options.min_processes);
   if (options.min_processes < 0 || options.min_processes > processes) {
     throw InvalidArgument(text("lockstep run: --min-n is ", options.min_processes,
@@ -150,8 +147,7 @@ std::vector<HostSlots> first_hosts(HostDiscovery& discovery, const LaunchOptions
     const bool is_late = deadline.passed();
     auto hosts = is_late ? discovery.hosts() : discovery.usable_hosts();  // at last those that failed, too
     const bool some_failed = hosts.size() < discovery.hosts().size();
-    int slots = 0;
-    for (const auto& host : hosts) slots += host.slots;
+    const int slots = slots_of(hosts);
     const int needed = processes_at_least(options);
     if (slots >= needed) {
       const int most = options.max_processes > 0 ? std::min(slots, options.max_processes) : slots;

@@ -19,7 +19,7 @@ constexpr std::size_t kMostRowBytes = std::size_t{512} << 20;  // of a table's r
 // One call. Throws what the services throw.
 class Answer {
  public:
-  Answer(const Services& services, AnswerState& state, CallStream& stream, const Request& request)
+  Answer(const Services& services, AnswerState& state, const CallStream& stream, const Request& request)
       : services_(services),
         state_(state),
         stream_(stream),
@@ -55,11 +55,11 @@ class Answer {
                                                    : "this process is no parameter server");
   }
   // Waits for a model that this server has not made yet.
-  parameter_server::ServedModels& models_with_this() const {
+  parameter_server::ServedModels& models_once_made() const {
     models().wait_for(request_.model(), deadline_);
     return models();
   }
-  std::shared_ptr<ShardStore> shards() const { return models_with_this().find(request_.model()); }
+  std::shared_ptr<ShardStore> shards() const { return models_once_made().find(request_.model()); }
   parameter_server::ChiefService& chief() const {
     if (services_.chief) return *services_.chief;
     throw InvalidArgument("this process is not the chief");
@@ -68,15 +68,13 @@ class Answer {
   // A caller waits for so long before it is told to ask again.
   static Deadline poll() { return Deadline::after(std::chrono::seconds(1)); }
 
-  bool read(grpc::ByteBuffer& frame) const { return stream_.read(frame); }
   void reply(const Reply& reply = {}, const Bulk& bulk = {}) const {
     stream_.write(frame_of(reply));
-    write_bulk(bulk, [this](const grpc::ByteBuffer& frame) { return stream_.write(frame); });
+    write_bulk(bulk, stream_.write);
   }
 
   Parts read_parts(const std::vector<std::size_t>& sizes, const std::vector<bool>& rounded = {}) const {
-    return grpc_service::read_parts(sizes, rounded, state_.buffers,
-                                    [this](grpc::ByteBuffer& frame) { return read(frame); });
+    return grpc_service::read_parts(sizes, rounded, state_.buffers, stream_.read);
   }
 
   // Throws once the caller has given up: it may then change the contents of a shared block.
@@ -230,7 +228,7 @@ class Answer {
   }
 
   void cut(const Cut& cut) const {
-    const auto written = models_with_this().find_written(request_.model());
+    const auto written = models_once_made().find_written(request_.model());
     if (written != nullptr) written->cut(cut.end());
     reply_done(written != nullptr);
   }
@@ -245,7 +243,7 @@ class Answer {
 
   void restore(const Restore& restore) const {
     const auto chief = restore.has_chief() ? std::optional(restore.chief()) : std::nullopt;
-    reply_transfer(models_with_this().restore(request_.model(), restore.checkpoint(), chief));
+    reply_transfer(models_once_made().restore(request_.model(), restore.checkpoint(), chief));
   }
 
   void reply_transfer(std::int64_t last) const {
@@ -258,7 +256,7 @@ class Answer {
     const auto shards = models().find_written(request_.model());
     reply_done(shards != nullptr);
     if (shards == nullptr) return;
-    BulkWriter bulk([this](const grpc::ByteBuffer& frame) { return stream_.write(frame); });
+    BulkWriter bulk(stream_.write);
     parameter_server::StateWriter state([&](std::span<const std::byte> data) { bulk.add(data); });
     shards->send(transfer.number(), state);
     bulk.finish();
@@ -283,7 +281,7 @@ class Answer {
       }
       report->output.resize(said.output_bytes());
       const auto output = std::as_writable_bytes(std::span(report->output));
-      read_bulk({&output, 1}, [this](grpc::ByteBuffer& frame) { return read(frame); });
+      read_bulk({&output, 1}, stream_.read);
     }
     const auto given = chief().next(next.call(), next.worker(), report, poll());
     Reply answer;
@@ -363,7 +361,7 @@ class Answer {
 
   void wait_for_end() const {
     grpc::ByteBuffer frame;
-    while (read(frame)) {
+    while (stream_.read(frame)) {
     }
   }
 
@@ -378,14 +376,14 @@ class Answer {
 
   const Services& services_;
   AnswerState& state_;
-  CallStream& stream_;
+  const CallStream& stream_;
   const Request& request_;
   const Deadline deadline_;
 };
 
 }  // namespace
 
-void answer(const Services& services, AnswerState& state, CallStream& stream, const Request& request) {
+void answer(const Services& services, AnswerState& state, const CallStream& stream, const Request& request) {
   Answer(services, state, stream, request).give();
 }
 

@@ -23,10 +23,6 @@ namespace {
 
 constexpr const char* kScheme = "tls://";
 
-struct Certificates {
-  std::string authority, certificate, key;  // PEM
-};
-
 std::string read(const std::filesystem::path& file) {
   const auto unreadable = [&](const std::string& why) {
     return ClusterError(text(kCertificatesVariable, ": ", why, "; `lockstep certs` makes the folder"));
@@ -42,7 +38,7 @@ std::string read(const std::filesystem::path& file) {
 }
 
 // gRPC does not say what is wrong with them.
-void check_key(const std::filesystem::path& folder, const Certificates& certificates) {
+void check_key(const std::filesystem::path& folder, const grpc::SslCredentialsOptions& certificates) {
   const auto open = [](const std::string& pem) {
     return std::unique_ptr<BIO, decltype(&BIO_free)>(BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size())),
                                                      BIO_free);
@@ -52,10 +48,10 @@ void check_key(const std::filesystem::path& folder, const Certificates& certific
                              "`lockstep certs` makes the folder"));
   };
   const std::unique_ptr<X509, decltype(&X509_free)> certificate(
-      PEM_read_bio_X509(open(certificates.certificate).get(), nullptr, nullptr, nullptr), X509_free);
+      PEM_read_bio_X509(open(certificates.pem_cert_chain).get(), nullptr, nullptr, nullptr), X509_free);
   if (!certificate) throw unreadable("cert.pem");
   const std::unique_ptr<EVP_PKEY, decltype(&EVP_PKEY_free)> key(
-      PEM_read_bio_PrivateKey(open(certificates.key).get(), nullptr, nullptr, nullptr), EVP_PKEY_free);
+      PEM_read_bio_PrivateKey(open(certificates.pem_private_key).get(), nullptr, nullptr, nullptr), EVP_PKEY_free);
   if (!key) throw unreadable("key.pem");
   if (X509_check_private_key(certificate.get(), key.get()) == 1) return;
   throw ClusterError(text(kCertificatesVariable, ": key.pem in ", folder.string(),
@@ -63,13 +59,15 @@ void check_key(const std::filesystem::path& folder, const Certificates& certific
                           "it; all three files must come from one `lockstep certs`"));
 }
 
-Certificates read_certificates(const std::filesystem::path& folder) {
+grpc::SslCredentialsOptions read_certificates(const std::filesystem::path& folder) {
   const auto key = folder / "key.pem";
   struct stat about = {};
   if (stat(key.c_str(), &about) == 0 && (about.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
     throw ClusterError(text(kCertificatesVariable, ": others may read ", key.string(), "; chmod 600 it"));
   }
-  Certificates certificates{read(folder / "ca.pem"), read(folder / "cert.pem"), read(key)};
+  const grpc::SslCredentialsOptions certificates{.pem_root_certs = read(folder / "ca.pem"),
+                                                 .pem_private_key = read(key),
+                                                 .pem_cert_chain = read(folder / "cert.pem")};
   check_key(folder, certificates);
   return certificates;
 }
@@ -78,17 +76,16 @@ Certificates read_certificates(const std::filesystem::path& folder) {
 
 std::shared_ptr<grpc::ServerCredentials> server_credentials(const Access& access) {
   if (access.certificates.empty()) return grpc::InsecureServerCredentials();
-  const auto [authority, certificate, key] = read_certificates(access.certificates);
+  const auto certificates = read_certificates(access.certificates);
   grpc::SslServerCredentialsOptions options(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
-  options.pem_root_certs = authority;
-  options.pem_key_cert_pairs.push_back({key, certificate});
+  options.pem_root_certs = certificates.pem_root_certs;
+  options.pem_key_cert_pairs.push_back({certificates.pem_private_key, certificates.pem_cert_chain});
   return grpc::SslServerCredentials(options);
 }
 
 std::shared_ptr<grpc::ChannelCredentials> channel_credentials(const Access& access) {
   if (access.certificates.empty()) return grpc::InsecureChannelCredentials();
-  const auto [authority, certificate, key] = read_certificates(access.certificates);
-  return grpc::SslCredentials({.pem_root_certs = authority, .pem_private_key = key, .pem_cert_chain = certificate});
+  return grpc::SslCredentials(read_certificates(access.certificates));
 }
 
 std::string told_address(const std::string& address, const Access& access) {

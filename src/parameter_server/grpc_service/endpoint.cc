@@ -29,18 +29,6 @@ constexpr int kMostThreads = 512;  // of calls at once
 constexpr std::chrono::seconds kToEndCalls(1);
 constexpr int kToProveByTls = 5'000;  // milliseconds
 
-class GrpcStream final : public CallStream {
- public:
-  GrpcStream(const grpc::ServerContext& context, Stream& stream) : context_(context), stream_(stream) {}
-  bool read(grpc::ByteBuffer& frame) override { return stream_.Read(&frame); }
-  bool write(const grpc::ByteBuffer& frame) override { return stream_.Write(frame); }
-  bool cancelled() const override { return context_.IsCancelled(); }
-
- private:
-  const grpc::ServerContext& context_;
-  Stream& stream_;
-};
-
 class Service : public grpc::Service {
  public:
   // `unproven`: the server's connections with TLS.
@@ -63,7 +51,9 @@ class Service : public grpc::Service {
       grpc::ByteBuffer frame;
       if (!stream.Read(&frame) || !parse(frame, request))
         throw InvalidArgument("the call does not begin with a request");
-      GrpcStream rest(context, stream);
+      const CallStream rest{.read = [&](grpc::ByteBuffer& into) { return stream.Read(&into); },
+                            .write = [&](const grpc::ByteBuffer& from) { return stream.Write(from); },
+                            .cancelled = [&] { return context.IsCancelled(); }};
       grpc_service::answer(services_, state_, rest, request);
       return grpc::Status::OK;
     } catch (...) {

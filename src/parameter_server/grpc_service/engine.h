@@ -3,6 +3,7 @@
 
 #include <grpcpp/support/byte_buffer.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -30,12 +31,10 @@ class GrpcEngine final : public parameter_server::ServiceEngine {
 };
 
 // The two directions of a call. False: the other end has closed its own.
-class CallStream {
- public:
-  virtual ~CallStream() = default;
-  virtual bool read(grpc::ByteBuffer& frame) = 0;
-  virtual bool write(const grpc::ByteBuffer& frame) = 0;
-  virtual bool cancelled() const = 0;  // the other end waits for no answer any more
+struct CallStream {
+  std::function<bool(grpc::ByteBuffer& frame)> read;
+  std::function<bool(const grpc::ByteBuffer& frame)> write;
+  std::function<bool()> cancelled;  // the other end waits for no answer any more
 };
 
 // State that all calls which a process answers share. Any thread.
@@ -46,6 +45,7 @@ struct AnswerState {
 
 // Answers a call whose first message was `request`. Throws what the services throw, and InvalidArgument for a request
 // that fits nothing.
-void answer(const parameter_server::Services& services, AnswerState& state, CallStream& stream, const Request& request);
+void answer(const parameter_server::Services& services, AnswerState& state, const CallStream& stream,
+            const Request& request);
 
 }  // namespace lockstep::grpc_service
