@@ -219,13 +219,13 @@ TEST_F(Gpu, GradientsOfWeightsCanBeLeftForLater) {
   const auto weight = at::randn({3, 5}).cuda().requires_grad_();
   torch::linear(x, weight).pow(2).sum().backward();
   const auto expected = std::exchange(weight.mutable_grad(), Tensor());
-  parallel::WeightGradients later;
+  const auto later = std::make_shared<parallel::WeightGradients>();
   {
-    const parallel::WeightGradients::Collect collect(later);
+    const auto leaving = parallel::leave_weights_to(later);
     parallel::split_linear(x, weight, {}).pow(2).sum().backward();
   }
   EXPECT_FALSE(weight.grad().defined());
-  later.compute();
+  later->compute();
   EXPECT_TRUE(at::allclose(weight.grad(), expected));
 }
 
