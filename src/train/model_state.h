@@ -60,7 +60,7 @@ struct StateFile {
 //
 // These take a selection:
 // - Lead::write makes one file of rank 0's, or, with parameter servers, the chief's and theirs (train/lead.h).
-// - SharedSave makes one file that several workers write while they train on (train/shared_save.h).
+// - SharedSave makes one file that several workers write while they train on (train/callbacks/background_save.h).
 // - print_state makes bytes, which parse_state loads on another rank (checkpoint/state.h).
 class ModelState {
  public:

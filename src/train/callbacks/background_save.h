@@ -1,18 +1,35 @@
-// The checkpoint that a callback is writing while the training goes on.
+// A checkpoint that the workers write together while they train on.
 #pragma once
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <future>
 #include <memory>
 #include <optional>
 #include <string>
 
-#include "train/shared_save.h"
+#include "checkpoint/shared_archive.h"
+#include "train/model_impl.h"
+
+namespace lockstep::train {
+
+// The full state, or the weights, at one moment. Each worker that sees the chief's folder copies and writes a part of
+// the variables and of the optimizer's state. The chief writes the rest.
+struct SharedSave {
+  std::function<void()> write;                         // this worker's part, in any thread; throws IoError
+  std::shared_ptr<checkpoint::SharedArchive> archive;  // the chief's, whose `write` waits for the others; else null
+
+  // Copies what will be written. Collective, between steps. Throws IoError, on all, where the chief cannot begin.
+  static SharedSave begin(ModelImpl& impl, const StateFile& file);
+};
+
+}  // namespace lockstep::train
 
 namespace lockstep {
 
-// Writes in a thread of its own. One thread calls it, between steps. The destructor waits.
+// The checkpoint that a callback is writing while the training goes on. Writes in a thread of its own. One thread calls
+// it, between steps. The destructor waits.
 class BackgroundSave {
  public:
   // Copies what is saved, and begins to write it. The chief's thread makes the file. Gives up an earlier save that is
