@@ -119,7 +119,10 @@ std::shared_ptr<GroupBackend> MeshBackend::make(cluster::Bootstrap& members, Dea
     const auto error = std::current_exception();
     translated(ranks, [&]() -> int { std::rethrow_exception(error); });  // of the new Group
   }
-  return std::make_shared<MeshBackend>(std::move(made), groups_, std::move(ranks));
+  auto of_new = std::make_shared<MeshBackend>(std::move(made), groups_, std::move(ranks));
+  // A rank that fails before this would never come to the new Group. A rank that fails here fails the new Group too.
+  members.all_gather("made", deadline);
+  return of_new;
 }
 
 // Names the ranks that have gone, so that an elastic job goes on.
