@@ -41,14 +41,16 @@ std::string new_name() {
 
 std::string key_of_end_of(std::int64_t training) { return text("end of training ", training); }
 
-Deadline here_deadline() { return Deadline::after(std::chrono::seconds(5)); }
-
-// Replaces an entry of this generation or an earlier one. `read` returns the generation of an entry.
-void replace_earlier(const Store& store, const char* key, const std::string& printed, std::int64_t generation,
-                     std::chrono::seconds for_answer, const std::function<std::int64_t(const std::string&)>& read) {
-  auto before = store.compare_set(key, "", printed, Deadline::after(for_answer));
-  while (before != printed && read(before) <= generation) {
-    before = store.compare_set(key, before, printed, Deadline::after(for_answer));
+// Replaces an entry of this generation or an earlier one. An entry begins with its generation.
+void replace_earlier(const Store& store, const char* key, const std::string& entry, std::chrono::seconds for_answer) {
+  const auto generation_of = [](const std::string& text) {
+    std::int64_t first = 0;
+    std::istringstream(text) >> first;
+    return first;
+  };
+  auto before = store.compare_set(key, "", entry, Deadline::after(for_answer));
+  while (before != entry && generation_of(before) <= generation_of(entry)) {
+    before = store.compare_set(key, before, entry, Deadline::after(for_answer));
   }
 }
 
@@ -68,7 +70,8 @@ std::optional<Members> latest_members(cluster::ConnectedStores& job, const World
     stores = latest->stores;
   } else {  // this process's host has just come to the job
     const auto& here = job.here();
-    std::istringstream lines(here.without_prefix().compare_set(cluster::kKnownStores, "", "", here_deadline()));
+    const auto deadline = Deadline::after(kForOwnAnswer);
+    std::istringstream lines(here.without_prefix().compare_set(cluster::kKnownStores, "", "", deadline));
     for (std::string line; std::getline(lines, line);) stores.push_back(line);
   }
   for (const auto& store : stores) {
@@ -109,8 +112,8 @@ ClaimedPart::ClaimedPart(const std::shared_ptr<cluster::ConnectedStores>& stores
 }
 
 void publish(const Members& members, cluster::ConnectedStores& stores) {
-  const auto generation = members.world.generation;
-  const auto printed = print(members), for_launchers = text(generation, "\n", print(members.processes));
+  const auto printed = print(members);
+  const auto for_launchers = text(members.world.generation, "\n", print(members.processes));
   stores.for_each(members.stores.size(), [&](std::size_t i) {
     const auto& address = members.stores[i];
     const auto is_there = [&](const Process& process) { return process.store == address; };
@@ -118,17 +121,10 @@ void publish(const Members& members, cluster::ConnectedStores& stores) {
     const bool is_own = address == members.self().store;
     if (has_members ? !is_own : members.world.rank != 0) return;
     const auto for_answer = is_own ? kForOwnAnswer : kForAnswer;
-    const auto generation_of_places = [](const std::string& entry) {
-      std::int64_t first_line = 0;
-      std::istringstream(entry) >> first_line;
-      return first_line;
-    };
     try {
       const auto store = stores.at(address);
-      replace_earlier(store, kMembers, printed, generation, for_answer,
-                      [](const auto& entry) { return parse_members(entry, {}).world.generation; });
-      replace_earlier(store.without_prefix(), cluster::kMembersNow, for_launchers, generation, for_answer,
-                      generation_of_places);
+      replace_earlier(store, kMembers, printed, for_answer);
+      replace_earlier(store.without_prefix(), cluster::kMembersNow, for_launchers, for_answer);
     } catch (const Error&) {  // that host is lost
     }
   });
@@ -163,7 +159,7 @@ void Candidate::enter(const std::vector<std::string>& stores) {
 // Tells the launcher why, so that the launcher does not start this process again.
 void Candidate::tell_refusal(const char* why) const {
   const auto key = cluster::key_of_refusal(launchers_rank(), launchers_restart());
-  stores_->here().without_prefix().set(key, why, here_deadline());
+  stores_->here().without_prefix().set(key, why, Deadline::after(kForOwnAnswer));
 }
 
 Members Candidate::take(const std::string& invitation) const {

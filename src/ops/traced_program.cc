@@ -14,8 +14,7 @@ StepTrace* current = nullptr;  // for its thread, and autograd's, which compute 
 
 StepTrace* current_trace() { return current != nullptr && has_operator_mode() ? current : nullptr; }
 
-UseTrace::UseTrace(StepTrace& trace) { current = &trace; }
-UseTrace::~UseTrace() { current = nullptr; }
+void set_current_trace(StepTrace* trace) { current = trace; }
 
 const OpenProgramDevices& open_program_devices() {
   static const OpenProgramDevices* const open = function_of_plugin<DeviceError, const OpenProgramDevices*()>(

@@ -79,14 +79,8 @@ class StepTrace {
 // The step that this thread traces, or computes gradients for; null: none.
 StepTrace* current_trace();
 
-// Makes `trace` the current one while this lives, for threads that see the OperatorMode of then.
-class UseTrace {
- public:
-  explicit UseTrace(StepTrace& trace);
-  ~UseTrace();
-  UseTrace(const UseTrace&) = delete;
-  UseTrace& operator=(const UseTrace&) = delete;
-};
+// Makes `trace` the current one, or none, for threads that see the OperatorMode of now.
+void set_current_trace(StepTrace* trace);
 
 // The results of a launch, once they are computed.
 class LaunchedProgram {

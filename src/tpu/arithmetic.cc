@@ -4,7 +4,6 @@
 
 #include "base/text.h"
 #include "tpu/call.h"
-#include "tpu/composed.h"
 #include "tpu/trace.h"
 
 namespace lockstep::tpu {

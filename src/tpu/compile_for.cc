@@ -18,13 +18,11 @@ constexpr double kMib = 1 << 20, kGib = 1 << 30;
 // Bytes of a device's memory, by Google's documentation of its chips, of which some have two cores with half of it
 // each; 0 where the kind is not known.
 double memory_of(const std::string& kind) {
-  if (kind == "TPU v5 lite") return 16 * kGib;
-  if (kind == "TPU v6 lite") return 32 * kGib;
-  if (kind == "TPU v4") return 32 * kGib;
-  if (kind == "TPU v5" || kind == "TPU v5p") return 95 * kGib;
-  if (kind == "TPU v3") return 16 * kGib;
-  if (kind == "TPU v2") return 8 * kGib;
-  return 0;
+  static const std::map<std::string, double> gib{{"TPU v2", 8},      {"TPU v3", 16},  {"TPU v4", 32},
+                                                 {"TPU v5", 95},     {"TPU v5p", 95}, {"TPU v5 lite", 16},
+                                                 {"TPU v6 lite", 32}};
+  const auto found = gib.find(kind);
+  return found == gib.end() ? 0 : found->second * kGib;
 }
 
 // A v4's two cores are one device on Google's machines.

@@ -48,15 +48,19 @@ const char* operation_of(ReduceOp op) {
 }  // namespace
 
 TracedStep::TracedStep(int replicas, bool for_cpu, FindVariable find)
-    : trace_(for_cpu), replicas_(replicas), find_(std::move(find)), current_(*this), mode_([this](const auto& call) {
-        return see(call);
-      }) {}
+    : trace_(for_cpu),
+      replicas_(replicas),
+      find_(std::move(find)),
+      mode_([this](const auto& call) { return see(call); }) {
+  ops::set_current_trace(this);
+}
 
 TracedStep::~TracedStep() {
   for (const auto& used : layout_.variables) {
     for (auto host : used.variable->host())
       if (host.is_leaf() && host.grad().defined() && is_traced(host.grad())) host.mutable_grad().reset();
   }
+  ops::set_current_trace(nullptr);
 }
 
 std::vector<at::Tensor> TracedStep::add_inputs(const std::vector<at::Tensor>& like) {

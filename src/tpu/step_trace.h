@@ -83,7 +83,6 @@ class TracedStep final : public ops::StepTrace {
   std::map<const Variable*, std::size_t> places_;  // in layout_.variables
   at::Tensor counts_;
   std::map<const void*, std::int64_t> updates_;  // so far, by optimizer
-  const ops::UseTrace current_;
   const ops::OperatorMode mode_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <pwd.h>
+#include <sodium.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -55,13 +56,6 @@ namespace {
 constexpr std::size_t kTokenBytes = 32;
 constexpr std::size_t kLongestFile = 256;
 
-int digit(char c) {
-  if (c >= '0' && c <= '9') return c - '0';
-  if (c >= 'a' && c <= 'f') return c - 'a' + 10;
-  if (c >= 'A' && c <= 'F') return c - 'A' + 10;
-  return -1;
-}
-
 // Makes the file whole or not at all: another process may be making the file. False where it cannot be made.
 bool make_token_file(const std::string& path) {
   const auto beside = text(path, ".", random_name());
@@ -100,11 +94,10 @@ std::string read_token(const std::string& name, const std::string& path) {
   const auto count = pread(file.get(), digits.data(), digits.size(), 0);
   digits.resize(count > 0 ? static_cast<std::size_t>(count) : 0);
   while (!digits.empty() && std::isspace(static_cast<unsigned char>(digits.back()))) digits.pop_back();
-  std::string token;
-  for (std::size_t i = 0; i + 1 < digits.size() && digit(digits[i]) >= 0 && digit(digits[i + 1]) >= 0; i += 2) {
-    token += static_cast<char>(digit(digits[i]) * 16 + digit(digits[i + 1]));
-  }
-  if (token.size() != kTokenBytes || digits.size() != 2 * kTokenBytes) {
+  std::string token(kTokenBytes, '\0');
+  auto* const bytes = reinterpret_cast<unsigned char*>(token.data());
+  if (digits.size() != 2 * kTokenBytes ||
+      sodium_hex2bin(bytes, token.size(), digits.data(), digits.size(), nullptr, nullptr, nullptr) != 0) {
     throw bad_file(text("has no token; it must hold ", 2 * kTokenBytes, " hexadecimal digits (openssl rand -hex ",
                         kTokenBytes, ")"));
   }

@@ -31,77 +31,53 @@ std::string random_name() {
 
 namespace {
 
-std::array<char, 32> group_named(const std::string& name) {
-  std::array<char, 32> group{};
-  std::copy_n(name.begin(), std::min(name.size(), group.size()), group.begin());
-  return group;
+// Makes all connections to a rank, [number].
+void connect_to_rank(int rank, const std::string& address, const Access& access, Greeting mine,
+                     std::vector<Sockets>& made, Deadline deadline) {
+  try {
+    for (mine.number = 0; mine.number < made.size(); ++mine.number) {
+      auto [socket, theirs, keys] = connect_proved(address, access, mine, deadline);
+      if (theirs.rank != rank) throw ClusterError(text("it says that it is rank ", theirs.rank));
+      made[mine.number][static_cast<std::size_t>(rank)] = std::move(socket);
+    }
+  } catch (const DeadlineExceeded& error) {
+    throw DeadlineExceeded("connecting to other hosts", error.waited_for(), {rank}, text(" (at ", address, ")"));
+  } catch (const ClusterError& error) {
+    throw ClusterError(text("rank ", rank, " at ", address, ": ", error.what()));
+  }
 }
 
-class ConnectionSetup {
- public:
-  ConnectionSetup(const ChannelOptions& options, int count, const std::string& group, Deadline deadline)
-      : options_(options), deadline_(deadline), made_(static_cast<std::size_t>(count)) {
-    mine_.protocol = {'m', 'e', 's', 's', 'a', 'g', 'e', 's'};
-    mine_.group = group_named(group);
-    mine_.generation = options.generation;
-    mine_.rank = options.rank;
-    for (auto& sockets : made_) sockets.resize(static_cast<std::size_t>(options.size));
-  }
-
-  void connect(int rank, const std::string& address) {
-    try {
-      for (std::uint32_t number = 0; number < made_.size(); ++number) {
-        auto greeting = mine_;
-        greeting.number = number;
-        auto [socket, theirs, keys] = connect_proved(address, options_.access, greeting, deadline_);
-        if (theirs.rank != rank) throw ClusterError(text("it says that it is rank ", theirs.rank));
-        place(rank, number) = std::move(socket);
-      }
-    } catch (const DeadlineExceeded& error) {
-      throw DeadlineExceeded("connecting to other hosts", error.waited_for(), {rank}, text(" (at ", address, ")"));
-    } catch (const ClusterError& error) {
-      throw ClusterError(text("rank ", rank, " at ", address, ": ", error.what()));
-    }
-  }
-
-  // Takes connections until all higher ranks have come.
-  void accept(const FileDescriptor& listener) {
-    const auto is_expected = [this](const Greeting& greeting) {
-      return greeting.rank > options_.rank && greeting.rank < options_.size && greeting.number < made_.size() &&
-             !place(greeting.rank, greeting.number).open();
-    };
-    Acceptor acceptor(listener, options_.access, mine_, [&](const Greeting& greeting) -> std::string {
-      return is_expected(greeting) ? "" : text("it says that it is rank ", greeting.rank);
-    });
-    while (!missing().empty()) {
-      try {
-        auto [socket, greeting, keys] = acceptor.next(deadline_);
-        if (is_expected(greeting)) place(greeting.rank, greeting.number) = std::move(socket);
-      } catch (const DeadlineExceeded& error) {
-        throw DeadlineExceeded("connecting to other hosts", error.waited_for(), missing());
-      }
-    }
-  }
-
-  std::vector<Sockets> take() { return std::move(made_); }
-
- private:
-  FileDescriptor& place(int rank, std::uint32_t number) { return made_[number][static_cast<std::size_t>(rank)]; }
-
-  std::vector<int> missing() {
+// Takes connections until all higher ranks have come.
+void accept_higher(const FileDescriptor& listener, const Access& access, const Greeting& mine,
+                   std::vector<Sockets>& made, Deadline deadline) {
+  const int size = static_cast<int>(made[0].size());
+  const auto place = [&](int rank, std::uint32_t number) -> FileDescriptor& {
+    return made[number][static_cast<std::size_t>(rank)];
+  };
+  const auto is_expected = [&](const Greeting& theirs) {
+    return theirs.rank > mine.rank && theirs.rank < size && theirs.number < made.size() &&
+           !place(theirs.rank, theirs.number).open();
+  };
+  const auto missing = [&] {
     std::vector<int> ranks;
-    for (int r = options_.rank + 1; r < options_.size; ++r) {
+    for (int r = mine.rank + 1; r < size; ++r) {
       const auto open = [r](const Sockets& sockets) { return sockets[static_cast<std::size_t>(r)].open(); };
-      if (!std::all_of(made_.begin(), made_.end(), open)) ranks.push_back(r);
+      if (!std::all_of(made.begin(), made.end(), open)) ranks.push_back(r);
     }
     return ranks;
+  };
+  Acceptor acceptor(listener, access, mine, [&](const Greeting& theirs) -> std::string {
+    return is_expected(theirs) ? "" : text("it says that it is rank ", theirs.rank);
+  });
+  while (!missing().empty()) {
+    try {
+      auto [socket, theirs, keys] = acceptor.next(deadline);
+      if (is_expected(theirs)) place(theirs.rank, theirs.number) = std::move(socket);
+    } catch (const DeadlineExceeded& error) {
+      throw DeadlineExceeded("connecting to other hosts", error.waited_for(), missing());
+    }
   }
-
-  const ChannelOptions options_;
-  const Deadline deadline_;
-  Greeting mine_;
-  std::vector<Sockets> made_;
-};
+}
 
 }  // namespace
 
@@ -110,10 +86,18 @@ std::vector<Sockets> connect_all(const ChannelOptions& options, int count, const
   const auto listener = listen_at_any_port(options.address, options.access);
   const auto all = all_gather(text(random_name(), " ", local_address(listener)));
   constexpr std::size_t kName = 32;
-  ConnectionSetup setup(options, count, all[0].substr(0, kName), deadline);
-  for (int r = 0; r < options.rank; ++r) setup.connect(r, all[static_cast<std::size_t>(r)].substr(kName + 1));
-  setup.accept(listener);
-  return setup.take();
+  Greeting mine;
+  mine.protocol = {'m', 'e', 's', 's', 'a', 'g', 'e', 's'};
+  std::copy_n(all[0].begin(), std::min(kName, all[0].size()), mine.group.begin());
+  mine.generation = options.generation;
+  mine.rank = options.rank;
+  std::vector<Sockets> made(static_cast<std::size_t>(count));
+  for (auto& sockets : made) sockets.resize(static_cast<std::size_t>(options.size));
+  for (int r = 0; r < options.rank; ++r) {
+    connect_to_rank(r, all[static_cast<std::size_t>(r)].substr(kName + 1), options.access, mine, made, deadline);
+  }
+  accept_higher(listener, options.access, mine, made, deadline);
+  return made;
 }
 
 }  // namespace lockstep::transport

@@ -10,7 +10,6 @@
 #include <set>
 
 #include "base/text.h"
-#include "lockstep/base/error.h"
 #include "transport/socket.h"
 
 namespace lockstep::transport {

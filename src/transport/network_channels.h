@@ -3,6 +3,7 @@
 
 #include <poll.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <optional>
@@ -100,6 +101,22 @@ class FailureChannel {
   Mutex mutex_;
   std::optional<Failure> failure_ LOCKSTEP_GUARDED_BY(mutex_);
 };
+
+// Calls move(message), which returns true where it moved something, for messages that are not finished; those of one
+// pair of ranks go one after the other. Adds the other ranks of unfinished messages to `late`. Returns true where
+// anything moved.
+template <class Messages, class Move>
+bool move_in_order(Messages& messages, std::vector<int>& late, const Move& move) {
+  const auto before = static_cast<std::ptrdiff_t>(late.size());
+  bool moved = false;
+  for (auto& message : messages) {
+    const int other = message.other();
+    if (message.finished() || std::find(late.begin() + before, late.end(), other) != late.end()) continue;
+    moved |= move(message);
+    if (!message.finished()) late.push_back(other);
+  }
+  return moved;
+}
 
 // Channels of TCP connections: one a pair of ranks for messages, and one for the failure channel.
 class SocketChannels final : public Channels {

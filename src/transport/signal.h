@@ -36,13 +36,10 @@ class Signal {
   std::atomic<std::uint32_t> sleepers_;
 };
 
-// Asks ready() until it is true, or `spin` is used up; returns what it said last.
-template <class Ready>
-bool spin_until(const SpinThenBlock& spin, const Ready& ready);
-
 void pause_processor();
 void yield_processor();
 
+// Asks ready() until it is true, or `spin` is used up; returns what it said last.
 template <class Ready>
 bool spin_until(const SpinThenBlock& spin, const Ready& ready) {
   if (ready()) return true;

@@ -34,6 +34,7 @@ struct SocketChannels::Sending {
   Header header;
   std::size_t done = 0;  // header included
 
+  int other() const { return message->to; }
   bool finished() const { return done == sizeof(Header) + message->bytes; }
 };
 
@@ -44,6 +45,7 @@ struct SocketChannels::Receiving {
   std::size_t consumed = 0;  // of the message, by the consumer
   std::byte rest[64];        // bytes that have arrived beyond that
 
+  int other() const { return message->from; }
   bool finished() const { return done == sizeof(Header) + message->bytes; }
 };
 
@@ -65,29 +67,13 @@ void SocketChannels::exchange(std::span<const Outgoing> outgoing, std::span<cons
   for (const auto& message : incoming) receivings.push_back({&message, {}});
 
   std::vector<int> late;
-  std::vector<pollfd> polls;
-  // Moves what can move; returns whether anything did. Messages of one pair go one after the other.
+  std::size_t receivers = 0;  // of `late`, those to whom this rank sends
+  // Moves what can move; returns whether anything did.
   const auto step = [&] {
-    bool moved = false;
     late.clear();
-    polls.clear();
-    for (auto& sending : sendings) {
-      const int to = sending.message->to;
-      if (sending.finished() || std::find(late.begin(), late.end(), to) != late.end()) continue;
-      moved |= push(sending, operation);
-      if (sending.finished()) continue;
-      late.push_back(to);
-      polls.push_back({channel(to), POLLOUT, 0});
-    }
-    const auto senders = static_cast<std::ptrdiff_t>(late.size());
-    for (auto& receiving : receivings) {
-      const int from = receiving.message->from;
-      if (receiving.finished() || std::find(late.begin() + senders, late.end(), from) != late.end()) continue;
-      moved |= pull(receiving, operation);
-      if (receiving.finished()) continue;
-      late.push_back(from);
-      polls.push_back({channel(from), POLLIN, 0});
-    }
+    bool moved = move_in_order(sendings, late, [&](auto& sending) { return push(sending, operation); });
+    receivers = late.size();
+    moved |= move_in_order(receivings, late, [&](auto& receiving) { return pull(receiving, operation); });
     return moved;
   };
 
@@ -98,6 +84,9 @@ void SocketChannels::exchange(std::span<const Outgoing> outgoing, std::span<cons
     if (moved) {
       failure_channel_.check(late, deadline, operation);
     } else {
+      std::vector<pollfd> polls;
+      for (std::size_t i = 0; i < late.size(); ++i)
+        polls.push_back({channel(late[i]), static_cast<short>(i < receivers ? POLLOUT : POLLIN), 0});
       failure_channel_.wait(polls, late, deadline, operation);
     }
   }

@@ -139,22 +139,16 @@ Value ProgramText::add(std::string_view operation, const std::vector<Value>& ope
   return add(operation, operands, std::vector<Shape>{result}, attributes, regions)[0];
 }
 
-Value ProgramText::constant(double number, const Shape& shape) {
-  const auto made = add("stablehlo.constant", {}, shape,
-                        text("value = dense<", literal(number, shape.dtype), "> : ", type_of(shape)));
-  cheap_[made.name] = [number, shape](ProgramText& program, const Dimensions& permutation) {
-    return program.constant(number, {shape.dtype, permuted(shape.sizes, permutation)});
+Value ProgramText::filled(const std::string& element, const Shape& shape) {
+  const auto made = add("stablehlo.constant", {}, shape, text("value = dense<", element, "> : ", type_of(shape)));
+  cheap_[made.name] = [element, shape](ProgramText& program, const Dimensions& permutation) {
+    return program.filled(element, {shape.dtype, permuted(shape.sizes, permutation)});
   };
   return made;
 }
 
-Value ProgramText::integer(std::int64_t number, const Shape& shape) {
-  const auto made = add("stablehlo.constant", {}, shape, text("value = dense<", number, "> : ", type_of(shape)));
-  cheap_[made.name] = [number, shape](ProgramText& program, const Dimensions& permutation) {
-    return program.integer(number, {shape.dtype, permuted(shape.sizes, permutation)});
-  };
-  return made;
-}
+Value ProgramText::constant(double number, const Shape& shape) { return filled(literal(number, shape.dtype), shape); }
+Value ProgramText::integer(std::int64_t number, const Shape& shape) { return filled(std::to_string(number), shape); }
 
 namespace {
 

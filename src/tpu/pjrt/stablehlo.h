@@ -134,6 +134,8 @@ class ProgramText {
   // A value again, with dimension permutation[i] in place i.
   using Again = std::function<Value(ProgramText& program, const Dimensions& permutation)>;
 
+  Value filled(const std::string& element, const Shape& shape);
+
   // Writes what is written only where it is first used: transposed values, and products without batches.
   void write_used(const std::vector<Value>& values);
   // name: of the results in common.

@@ -34,6 +34,7 @@ struct Sending {
   std::deque<Request> going;
   bool whole = false;
 
+  int other() const { return message->to; }
   bool finished() const { return whole && going.empty(); }
 };
 
@@ -49,6 +50,7 @@ struct Receiving {
   bool whole = false;
   std::deque<Piece> coming;
 
+  int other() const { return message->from; }
   bool finished() const { return whole && coming.empty(); }
 };
 
@@ -160,23 +162,12 @@ class UcxChannels final : public Channels {
   void move_all(std::deque<Sending>& sendings, std::deque<Receiving>& receivings, Deadline deadline,
                 const char* operation) {
     std::vector<int> late;
-    // Moves what can move; returns whether anything did. Messages of one pair go one after the other.
+    // Moves what can move; returns whether anything did.
     const auto step = [&] {
       bool moved = worker_->progress();
       late.clear();
-      for (auto& sending : sendings) {
-        const int to = sending.message->to;
-        if (sending.finished() || std::find(late.begin(), late.end(), to) != late.end()) continue;
-        moved |= push(sending);
-        if (!sending.finished()) late.push_back(to);
-      }
-      const auto senders = static_cast<std::ptrdiff_t>(late.size());
-      for (auto& receiving : receivings) {
-        const int from = receiving.message->from;
-        if (receiving.finished() || std::find(late.begin() + senders, late.end(), from) != late.end()) continue;
-        moved |= pull(receiving);
-        if (!receiving.finished()) late.push_back(from);
-      }
+      moved |= move_in_order(sendings, late, [this](auto& sending) { return push(sending); });
+      moved |= move_in_order(receivings, late, [this](auto& receiving) { return pull(receiving); });
       return moved;
     };
     while (true) {
