@@ -8,7 +8,7 @@
 
 #include "base/expect_says_testing.h"
 #include "lockstep/base/error.h"
-#include "tpu/compare_testing.h"
+#include "tpu/lowerings_testing.h"
 
 namespace lockstep::tpu {
 namespace {

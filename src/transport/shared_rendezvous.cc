@@ -142,75 +142,62 @@ std::string problem_with(const SpaceLayout& made, const SpaceLayout& expected,
   return is_there ? "" : "its file has another size than it says";
 }
 
+FileDescriptor listen_at_name(const std::string& name) {
+  auto listener = unix_socket();
+  if (call_with_name(&bind, listener, name) != 0 || listen(listener.get(), SOMAXCONN) != 0) {
+    throw ClusterError(text("cannot listen at a Unix socket: ", std::strerror(errno)));
+  }
+  return listener;
+}
+
 // Rank 0: accepts all other ranks, each with its pidfd and its heap, and hands out the memory and all descriptors.
-class Host {
- public:
-  Host(const SpaceLayout& layout, const std::vector<int>& names)
-      : layout_(layout),
-        names_(names),
-        memory_(SharedSpace::make_memfd(layout)),
-        listener_(unix_socket()),
-        name_("lockstep-" + random_name()) {
-    if (call_with_name(&bind, listener_, name_) != 0 || listen(listener_.get(), SOMAXCONN) != 0) {
-      throw ClusterError(text("cannot listen at a Unix socket: ", std::strerror(errno)));
-    }
-  }
-
-  const std::string& name() const { return name_; }
-  const FileDescriptor& memory() const { return memory_; }
-
-  // Returns the pidfds and the heaps of all, [rank].
-  std::pair<std::vector<FileDescriptor>, std::vector<FileDescriptor>> welcome(Deadline deadline) {
-    const auto ranks = static_cast<std::size_t>(layout_.ranks);
-    std::vector<FileDescriptor> pidfds(ranks), heaps(ranks), guests(ranks);
-    pidfds[0] = own_pidfd();
-    heaps[0] = make_memory_file();
-    for (std::size_t come = 1; come < ranks;) {
-      try {
-        auto guest = accept_from(listener_, deadline);
-        if (!same_user(guest)) continue;
-        std::vector<FileDescriptor> own;  // its pidfd and its heap
-        const auto hello = receive_with<Hello>(guest, own, sooner(deadline, Deadline::after(kForHello)));
-        const auto rank = static_cast<std::size_t>(hello.rank);
-        const bool expected = hello.rank > 0 && rank < ranks && !guests[rank].open();
-        if (!hello.same_protocol({}) || !expected || own.size() != 2 || !cannot_shrink(own[1].get())) continue;
-        pidfds[rank] = std::move(own[0]);
-        heaps[rank] = std::move(own[1]);
-        guests[rank] = std::move(guest);
-        ++come;
-      } catch (const DeadlineExceeded&) {
-        if (deadline.passed()) throw DeadlineExceeded("sharing memory", deadline.waited(), missing(guests));
-        log_warning("a process that wanted to share memory did not say in time who it is");
-      } catch (const ClusterError& error) {
-        if (deadline.passed() || errno == EMFILE || errno == ENFILE) throw;
-        log_warning(text("a process that wanted to share memory went away: ", error.what()));
-      }
-    }
-    std::vector<int> first{memory_.get()}, second;  // the descriptors of the two messages
-    for (const auto& pidfd : pidfds) first.push_back(pidfd.get());
-    for (const auto& heap : heaps) second.push_back(heap.get());
+// Returns the pidfds and the heaps of all, [rank].
+std::pair<std::vector<FileDescriptor>, std::vector<FileDescriptor>> welcome(const FileDescriptor& listener,
+                                                                            const FileDescriptor& memory,
+                                                                            const SpaceLayout& layout,
+                                                                            const std::vector<int>& names,
+                                                                            Deadline deadline) {
+  const auto ranks = static_cast<std::size_t>(layout.ranks);
+  std::vector<FileDescriptor> pidfds(ranks), heaps(ranks), guests(ranks);
+  pidfds[0] = own_pidfd();
+  heaps[0] = make_memory_file();
+  const auto missing = [&] {
+    std::vector<int> late;
     for (std::size_t r = 1; r < ranks; ++r) {
-      send_with(guests[r], layout_, first, deadline);
-      send_with(guests[r], layout_.ranks, second, deadline);
+      if (!guests[r].open()) late.push_back(names[r]);
     }
-    return {std::move(pidfds), std::move(heaps)};
-  }
-
- private:
-  std::vector<int> missing(const std::vector<FileDescriptor>& guests) const {
-    std::vector<int> ranks;
-    for (std::size_t r = 1; r < guests.size(); ++r) {
-      if (!guests[r].open()) ranks.push_back(names_[r]);
+    return late;
+  };
+  for (std::size_t come = 1; come < ranks;) {
+    try {
+      auto guest = accept_from(listener, deadline);
+      if (!same_user(guest)) continue;
+      std::vector<FileDescriptor> own;  // its pidfd and its heap
+      const auto hello = receive_with<Hello>(guest, own, sooner(deadline, Deadline::after(kForHello)));
+      const auto rank = static_cast<std::size_t>(hello.rank);
+      const bool expected = hello.rank > 0 && rank < ranks && !guests[rank].open();
+      if (!hello.same_protocol({}) || !expected || own.size() != 2 || !cannot_shrink(own[1].get())) continue;
+      pidfds[rank] = std::move(own[0]);
+      heaps[rank] = std::move(own[1]);
+      guests[rank] = std::move(guest);
+      ++come;
+    } catch (const DeadlineExceeded&) {
+      if (deadline.passed()) throw DeadlineExceeded("sharing memory", deadline.waited(), missing());
+      log_warning("a process that wanted to share memory did not say in time who it is");
+    } catch (const ClusterError& error) {
+      if (deadline.passed() || errno == EMFILE || errno == ENFILE) throw;
+      log_warning(text("a process that wanted to share memory went away: ", error.what()));
     }
-    return ranks;
   }
-
-  const SpaceLayout layout_;
-  const std::vector<int> names_;
-  const FileDescriptor memory_;
-  const FileDescriptor listener_;
-  const std::string name_;
-};
+  std::vector<int> first{memory.get()}, second;  // the descriptors of the two messages
+  for (const auto& pidfd : pidfds) first.push_back(pidfd.get());
+  for (const auto& heap : heaps) second.push_back(heap.get());
+  for (std::size_t r = 1; r < ranks; ++r) {
+    send_with(guests[r], layout, first, deadline);
+    send_with(guests[r], layout.ranks, second, deadline);
+  }
+  return {std::move(pidfds), std::move(heaps)};
+}
 
 }  // namespace
 
@@ -226,10 +213,12 @@ SharedRendezvous rendezvous_in_shared_memory(int rank, const SpaceLayout& layout
     return std::make_unique<SpaceMember>(std::move(space), rank, generation, spin, std::move(pidfds), names);
   };
   if (rank == 0) {
-    Host host(layout, names);
-    all_gather(host.name());
-    auto [pidfds, heaps] = host.welcome(deadline);
-    return {member(std::make_shared<SharedSpace>(layout, host.memory().get()), std::move(pidfds)), std::move(heaps)};
+    const auto name = "lockstep-" + random_name();
+    const auto memory = SharedSpace::make_memfd(layout);
+    const auto listener = listen_at_name(name);
+    all_gather(name);
+    auto [pidfds, heaps] = welcome(listener, memory, layout, names, deadline);
+    return {member(std::make_shared<SharedSpace>(layout, memory.get()), std::move(pidfds)), std::move(heaps)};
   }
   const auto name = all_gather("")[0];
   const auto socket = unix_socket();
