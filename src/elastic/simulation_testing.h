@@ -118,31 +118,25 @@ class Simulation {
  private:
   static constexpr std::size_t kStack = 128 * 1024;
 
-  // A process's stack, kept for the next simulation: the system takes longer to give a new one.
-  class Stack {
-   public:
-    Stack() {
-      if (spare().empty()) spare().emplace_back(new std::byte[kStack]);
-      bytes_ = std::move(spare().back());
-      spare().pop_back();
-    }
-    ~Stack() { spare().push_back(std::move(bytes_)); }
-    Stack(const Stack&) = delete;
-    Stack& operator=(const Stack&) = delete;
-    std::byte* get() const { return bytes_.get(); }
-
-   private:
-    static std::vector<std::unique_ptr<std::byte[]>>& spare() {
-      static std::vector<std::unique_ptr<std::byte[]>> all;
-      return all;
-    }
-    std::unique_ptr<std::byte[]> bytes_;
-  };
+  // Stacks that are kept for the next simulation: the system takes longer to give a new one.
+  static std::vector<std::unique_ptr<std::byte[]>>& spare_stacks() {
+    static std::vector<std::unique_ptr<std::byte[]>> all;
+    return all;
+  }
+  static std::unique_ptr<std::byte[]> take_stack() {
+    auto& spare = spare_stacks();
+    if (spare.empty()) return std::unique_ptr<std::byte[]>(new std::byte[kStack]);
+    auto stack = std::move(spare.back());
+    spare.pop_back();
+    return stack;
+  }
 
   struct Process {
+    ~Process() { spare_stacks().push_back(std::move(stack)); }
+
     std::function<void()> body;
     Simulation* simulation = nullptr;
-    Stack stack;
+    std::unique_ptr<std::byte[]> stack = take_stack();
     ucontext_t context = {}, caller = {};
     std::array<std::byte, 16> exceptions = {};  // that it is handling, as the runtime library keeps them
     bool begun = false, ended = false, waits = false;

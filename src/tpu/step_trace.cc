@@ -1,6 +1,5 @@
 #include "tpu/step_trace.h"
 
-#include <ATen/core/List.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -171,21 +170,7 @@ bool TracedStep::replace_host_tensors(const ops::OperatorCall& call) {
     replaced = true;
     return use(variable);
   };
-  for (std::size_t i = 0; i < call.arguments(); ++i) {
-    auto& argument = call.argument(i);
-    if (argument.isTensor()) {
-      argument = in_step(argument.toTensor());
-    } else if (argument.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& tensor : argument.toOptionalTensorVector())
-        list.push_back(tensor ? std::optional(in_step(*tensor)) : std::nullopt);
-      argument = list;
-    } else if (argument.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const auto& tensor : argument.toTensorVector()) list.push_back(in_step(tensor));
-      argument = list;
-    }
-  }
+  for (std::size_t i = 0; i < call.arguments(); ++i) call.argument(i) = with_tensors(call.argument(i), in_step);
   return replaced;
 }
 

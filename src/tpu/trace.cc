@@ -25,9 +25,8 @@ namespace {
 
 constexpr auto kAutocastKey = c10::DispatchKey::AutocastPrivateUse1;
 
-}  // namespace
-
-// LibTorch's macros register with a library that is called `m`.
+// LibTorch's lists of which operators compute in which precision (autocast), for the device of traced steps. Once. The
+// macros register with a library that is called `m`.
 void register_autocast() {
   using namespace at::autocast;  // NOLINT: whose names the macros use
   static torch::Library others(torch::Library::IMPL, "_", kAutocastKey, __FILE__, __LINE__);
@@ -47,8 +46,6 @@ void register_autocast() {
   AT_FORALL_PROMOTE(LOCKSTEP_PROMOTED)
 #undef LOCKSTEP_PROMOTED
 }
-
-namespace {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr const char* kTaken = "another library has taken LibTorch's device type PrivateUse1, which traced steps need";

@@ -6,6 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/ArrayRef.h>
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -15,10 +16,8 @@
 #include "tpu/pjrt/stablehlo.h"
 
 namespace c10 {
-
 class OperatorHandle;
-
-}  // namespace c10
+}
 
 namespace lockstep::tpu {
 
@@ -35,12 +34,12 @@ bool is_traced(const at::Tensor& tensor);
 // From now on the tensor, which is not wrapped, stands for another value of its dtype.
 void rebind(const at::Tensor& tensor, pjrt::Value value);
 
+// Returns the argument of an operator with each tensor, also those of a list, replaced by what `change` makes of it.
+c10::IValue with_tensors(const c10::IValue& argument, const std::function<at::Tensor(const at::Tensor&)>& change);
+
 // LibTorch's reason to refuse the arguments, in its words, by its kernels for meta tensors, which compute shapes alone.
 // Empty where it takes them, and for an operator without such a kernel.
 std::string refusal_of(const c10::OperatorHandle& operation, c10::ArrayRef<c10::IValue> arguments);
-
-// LibTorch's lists of which operators compute in which precision (autocast), for the device of traced steps. Once.
-void register_autocast();
 
 // While a Trace lives, operators on its tensors, and on those made of them, are recorded: of its thread, and of
 // autograd's while its thread waits for gradients. In-place operators and views work as always: LibTorch's

@@ -96,23 +96,27 @@ at::Tensor on_meta(const at::Tensor& tensor) {
 }
 
 c10::IValue on_meta(const c10::IValue& argument) {
-  if (argument.isTensor()) return on_meta(argument.toTensor());
   if (argument.isDevice() && argument.toDevice().type() == device().type()) return c10::Device(kMeta);
+  return with_tensors(argument, [](const at::Tensor& tensor) { return on_meta(tensor); });
+}
+
+}  // namespace
+
+c10::IValue with_tensors(const c10::IValue& argument, const std::function<at::Tensor(const at::Tensor&)>& change) {
+  if (argument.isTensor()) return change(argument.toTensor());
   if (argument.isTensorList()) {
     c10::List<at::Tensor> tensors;
-    for (const auto& tensor : argument.toTensorVector()) tensors.push_back(on_meta(tensor));
+    for (const auto& tensor : argument.toTensorVector()) tensors.push_back(change(tensor));
     return tensors;
   }
   if (argument.isOptionalTensorList()) {
     c10::List<std::optional<at::Tensor>> tensors;
     for (const auto& tensor : argument.toOptionalTensorVector())
-      tensors.push_back(tensor ? std::optional(on_meta(*tensor)) : std::nullopt);
+      tensors.push_back(tensor ? std::optional(change(*tensor)) : std::nullopt);
     return tensors;
   }
   return argument;
 }
-
-}  // namespace
 
 std::string refusal_of(const c10::OperatorHandle& operation, c10::ArrayRef<c10::IValue> arguments) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;

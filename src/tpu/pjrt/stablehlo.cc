@@ -62,6 +62,18 @@ std::vector<std::int64_t> inverse(const std::vector<std::int64_t>& permutation) 
   return result;
 }
 
+namespace {
+
+bool contains(const std::vector<std::int64_t>& dimensions, std::size_t i) {
+  return std::find(dimensions.begin(), dimensions.end(), static_cast<std::int64_t>(i)) != dimensions.end();
+}
+
+std::int64_t place_of(std::int64_t dimension, const std::vector<std::int64_t>& all) {
+  return std::find(all.begin(), all.end(), dimension) - all.begin();
+}
+
+}  // namespace
+
 bool is_floating(DType dtype) {
   return dtype == DType::float32 || dtype == DType::float64 || dtype == DType::float16 || dtype == DType::bfloat16;
 }
@@ -217,8 +229,7 @@ Value ProgramText::broadcast(const Value& x, std::vector<std::int64_t> sizes,
       add("stablehlo.broadcast_in_dim", {x}, {x.shape.dtype, sizes}, "broadcast_dimensions = " + array_of(dimensions));
   cheap_[made.name] = [x, sizes, dimensions](ProgramText& program, const Dimensions& permutation) {
     Dimensions moved;
-    for (const auto dimension : dimensions)
-      moved.push_back(std::find(permutation.begin(), permutation.end(), dimension) - permutation.begin());
+    for (const auto dimension : dimensions) moved.push_back(place_of(dimension, permutation));
     return program.broadcast(x, permuted(sizes, permutation), moved);
   };
   return made;
@@ -227,8 +238,7 @@ Value ProgramText::broadcast(const Value& x, std::vector<std::int64_t> sizes,
 Value ProgramText::iota(const Shape& shape, std::int64_t dimension) {
   const auto made = add("stablehlo.iota", {}, shape, text("iota_dimension = ", dimension, " : i64"));
   cheap_[made.name] = [shape, dimension](ProgramText& program, const Dimensions& permutation) {
-    return program.iota({shape.dtype, permuted(shape.sizes, permutation)},
-                        std::find(permutation.begin(), permutation.end(), dimension) - permutation.begin());
+    return program.iota({shape.dtype, permuted(shape.sizes, permutation)}, place_of(dimension, permutation));
   };
   return made;
 }
@@ -275,24 +285,17 @@ Value ProgramText::reduce(std::string_view operation, const Value& x, const Valu
   if (const auto [source, order] = order_of(x); source.name != x.name) {
     // The dimensions that stay come in the source's order.
     Dimensions vanish, stay;
-    for (std::size_t i = 0; i < order.size(); ++i) {
-      const bool goes =
-          std::find(dimensions.begin(), dimensions.end(), static_cast<std::int64_t>(i)) != dimensions.end();
-      (goes ? vanish : stay).push_back(order[i]);
-    }
+    for (std::size_t i = 0; i < order.size(); ++i) (contains(dimensions, i) ? vanish : stay).push_back(order[i]);
     std::sort(vanish.begin(), vanish.end());
     auto sorted = stay;
     std::sort(sorted.begin(), sorted.end());
     Dimensions places;
-    for (const auto dimension : stay)
-      places.push_back(std::find(sorted.begin(), sorted.end(), dimension) - sorted.begin());
+    for (const auto dimension : stay) places.push_back(place_of(dimension, sorted));
     return transpose(reduce(operation, source, initial, vanish), places);
   }
   Shape result{x.shape.dtype, {}};
-  for (std::size_t i = 0; i < x.shape.sizes.size(); ++i) {
-    if (std::find(dimensions.begin(), dimensions.end(), static_cast<std::int64_t>(i)) == dimensions.end())
-      result.sizes.push_back(x.shape.sizes[i]);
-  }
+  for (std::size_t i = 0; i < x.shape.sizes.size(); ++i)
+    if (!contains(dimensions, i)) result.sizes.push_back(x.shape.sizes[i]);
   return add("stablehlo.reduce", {x, initial}, result, "dimensions = " + array_of(dimensions),
              reducer(operation, x.shape.dtype));
 }
@@ -300,15 +303,12 @@ Value ProgramText::reduce(std::string_view operation, const Value& x, const Valu
 Value ProgramText::dot(const Value& a, const Value& b, const std::vector<std::int64_t>& contract_a,
                        const std::vector<std::int64_t>& contract_b, const std::vector<std::int64_t>& batch_a,
                        const std::vector<std::int64_t>& batch_b) {
-  const auto is_in = [](const std::vector<std::int64_t>& all, std::size_t i) {
-    return std::find(all.begin(), all.end(), static_cast<std::int64_t>(i)) != all.end();
-  };
   Shape result{a.shape.dtype, {}};
   for (const auto i : batch_a) result.sizes.push_back(a.shape.sizes[static_cast<std::size_t>(i)]);
   for (std::size_t i = 0; i < a.shape.sizes.size(); ++i)
-    if (!is_in(batch_a, i) && !is_in(contract_a, i)) result.sizes.push_back(a.shape.sizes[i]);
+    if (!contains(batch_a, i) && !contains(contract_a, i)) result.sizes.push_back(a.shape.sizes[i]);
   for (std::size_t i = 0; i < b.shape.sizes.size(); ++i)
-    if (!is_in(batch_b, i) && !is_in(contract_b, i)) result.sizes.push_back(b.shape.sizes[i]);
+    if (!contains(batch_b, i) && !contains(contract_b, i)) result.sizes.push_back(b.shape.sizes[i]);
   const auto attributes = text("dot_dimension_numbers = #stablehlo.dot<lhs_batching_dimensions = ", numbers_of(batch_a),
                                ", rhs_batching_dimensions = ", numbers_of(batch_b),
                                ", lhs_contracting_dimensions = ", numbers_of(contract_a),
