@@ -24,18 +24,17 @@ Value rotated(pjrt::ProgramText& program, const Value& x, std::uint32_t by) {
 Pair threefry(pjrt::ProgramText& program, const Pair& key, Pair x) {
   constexpr std::array<std::array<std::uint32_t, 4>, 2> kRotations{{{13, 15, 26, 6}, {17, 29, 16, 24}}};
   const auto& shape = x[0].shape;
-  const auto sum = [&](const Value& a, const Value& b) { return program.plus(a, b); };
   const auto parity = program.binary("stablehlo.xor", program.binary("stablehlo.xor", key[0], key[1]),
                                      word(program, 0x1BD11BDA, shape));
   const std::array<Value, 3> keys{key[0], key[1], parity};
-  x = {sum(x[0], keys[0]), sum(x[1], keys[1])};
+  x = {program.plus(x[0], keys[0]), program.plus(x[1], keys[1])};
   for (std::uint32_t block = 0; block < 5; ++block) {
     for (const auto rotation : kRotations[block % 2]) {
-      x[0] = sum(x[0], x[1]);
+      x[0] = program.plus(x[0], x[1]);
       x[1] = program.binary("stablehlo.xor", rotated(program, x[1], rotation), x[0]);
     }
-    x[0] = sum(x[0], keys[(block + 1) % 3]);
-    x[1] = sum(sum(x[1], keys[(block + 2) % 3]), word(program, block + 1, shape));
+    x[0] = program.plus(x[0], keys[(block + 1) % 3]);
+    x[1] = program.plus(program.plus(x[1], keys[(block + 2) % 3]), word(program, block + 1, shape));
   }
   return x;
 }

@@ -77,8 +77,8 @@ class Trace {
   at::Tensor argument_again(int number) const;  // as it was
   bool is_argument(const at::Tensor& tensor, int number) const;
 
-  // The program that computes `outputs`. aliases: as of ProgramText::finish. steps and stacked: as well;
-  // 1: as without steps.
+  // The program that computes `outputs`. The other arguments are those of ProgramText::finish; a program of 1 step has
+  // no loop.
   std::string finish(at::TensorList outputs, const std::vector<std::pair<int, int>>& aliases = {}, int replicas = 1,
                      int steps = 1, const std::vector<bool>& stacked = {});
 
