@@ -21,6 +21,7 @@ const char* name_of(DType dtype) {
 
 const char* name_of(ReduceOp op) {
   constexpr const char* kNames[] = {"sum", "mean", "min", "max", "product"};
+  static_assert(std::size(kNames) == static_cast<std::size_t>(ReduceOp::product) + 1);
   return static_cast<std::size_t>(op) < std::size(kNames) ? kNames[static_cast<std::size_t>(op)] : "unknown";
 }
 

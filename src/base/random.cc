@@ -8,8 +8,8 @@ namespace {
 
 // Neither made nor destroyed while the program runs: static objects use these too.
 constinit Mutex seeds_mutex;
-constinit std::uint64_t process_seed LOCKSTEP_GUARDED_BY(seeds_mutex) = 0, seeds_taken
-                                                                           LOCKSTEP_GUARDED_BY(seeds_mutex) = 0;
+constinit std::uint64_t process_seed LOCKSTEP_GUARDED_BY(seeds_mutex) = 0;
+constinit std::uint64_t seeds_taken LOCKSTEP_GUARDED_BY(seeds_mutex) = 0;
 
 thread_local SeedScope* innermost = nullptr;
 

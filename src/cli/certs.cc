@@ -16,7 +16,6 @@
 #include "base/file.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
-#include "checkpoint/own_files.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::cli {
@@ -88,6 +87,14 @@ Certificate certify(EVP_PKEY& key, const std::string& name, X509* issuer, EVP_PK
   return certificate;
 }
 
+std::string random_digits() {
+  unsigned char bytes[16];
+  require(RAND_bytes(bytes, sizeof bytes) == 1, "random numbers");
+  std::string digits;
+  for (const auto byte : bytes) digits += text(std::hex, byte >> 4, byte & 15);
+  return digits;
+}
+
 template <class Write>
 std::string printed(const Write& write) {
   const Memory memory(BIO_new(BIO_s_mem()));
@@ -126,8 +133,7 @@ void make_certificates(const std::filesystem::path& folder, int days) {
   }
   const auto authority_key = make_key(), key = make_key();
   // A name of its own, so that certificates of two jobs are told apart.
-  const auto authority =
-      certify(*authority_key, text("lockstep job ", checkpoint::random_digits()), nullptr, *authority_key, days);
+  const auto authority = certify(*authority_key, text("lockstep job ", random_digits()), nullptr, *authority_key, days);
   const auto certificate = certify(*key, kName, authority.get(), *authority_key, days);
   checkpoint::make_folders(checkpoint::absolute_path(folder));
   const auto printed_key =

@@ -144,7 +144,7 @@ TEST(Store, AnotherVersionIsTurnedAwayWithBothNumbers) {
   const auto store = Store::hold("127.0.0.1:0");
   const auto old = transport::connect_to(store.address(), soon());
   transport::write_value(old, transport::Greeting{.version = 77}, soon());
-  EXPECT_EQ(transport::read_value<transport::Greeting>(old, soon()).version, 3u);  // the other end can tell by it
+  EXPECT_EQ(transport::read_value<transport::Greeting>(old, soon()).version, 4u);  // the other end can tell by it
   transport::read_value<transport::Proof>(old, soon());
   EXPECT_THROW(transport::read_value<char>(old, soon()), ClusterError);  // closed
 }

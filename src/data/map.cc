@@ -115,7 +115,11 @@ class ParallelMapCursor final : public Cursor {
       ended_ = true;
       return;
     }
-    Task task([row = std::move(row), index = index_++](SeededCall& call) { return call(own(row), index); });
+    // The result keeps this function until it is read, and must not keep the input.
+    Task task([row = std::move(row), index = index_++](SeededCall& call) mutable {
+      const Row input = std::exchange(row, {});
+      return call(own(input), index);
+    });
     results_.push_back(task.get_future());
     const std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));

@@ -59,20 +59,25 @@ std::string description_line(const std::string& name, const at::Tensor& paramete
               "\n");
 }
 
-double sum_squares_of_parts(const ReplicatedParameters& parameters, std::span<double> squares) {
-  const auto holders_of = [&](std::size_t slot) { return parameters.slots()[slot].parts->holders(); };
-  std::vector<std::vector<std::size_t>> groups;  // of slots whose parts the same processes have
-  for (std::size_t i = 0; i < squares.size(); ++i) {
+SlotGroups slots_by_holders(const ReplicatedParameters& parameters) {
+  SlotGroups groups;
+  for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
     const auto& parts = parameters.slots()[i].parts;
     if (parts == nullptr || !parts->make_up_a_whole()) continue;
-    const auto found = std::ranges::find_if(
-        groups, [&](const auto& slots) { return are_same(holders_of(slots[0]), parts->holders()); });
+    const auto found = std::ranges::find_if(groups, [&](const auto& slots) {
+      return are_same(parameters.slots()[slots[0]].parts->holders(), parts->holders());
+    });
     (found != groups.end() ? *found : groups.emplace_back()).push_back(i);
   }
+  return groups;
+}
+
+double sum_squares_of_parts(const ReplicatedParameters& parameters, const SlotGroups& groups,
+                            std::span<double> squares) {
   for (const auto& slots : groups) {
     std::vector<double> sums;
     for (const auto slot : slots) sums.push_back(squares[slot]);
-    for (const auto& ranks : holders_of(slots[0])) ranks.sum(sums);
+    for (const auto& ranks : parameters.slots()[slots[0]].parts->holders()) ranks.sum(sums);
     for (std::size_t i = 0; i < slots.size(); ++i) squares[slots[i]] = sums[i];
   }
   double total = 0;

@@ -88,8 +88,13 @@ std::vector<TrainedTensor> find_parameters(const torch::nn::Module& module);
 // A line with the facts of a parameter that processes compare: name, dtype, shape, and whether it is frozen.
 std::string description_line(const std::string& name, const at::Tensor& parameter);
 
-// For a model that is split. Adds to `squares[slot]`, the sum of squares of this process's part, those of the other
-// parts. Returns the sum over all parameters of the model, the same bits on all. Collective over all workers.
-double sum_squares_of_parts(const ReplicatedParameters& parameters, std::span<double> squares);
+// Slots whose other parts the same processes have, in groups. For a model that is split.
+using SlotGroups = std::vector<std::vector<std::size_t>>;
+SlotGroups slots_by_holders(const ReplicatedParameters& parameters);
+
+// Adds to `squares[slot]`, the sum of squares of this process's part, those of the other parts. Returns the sum over
+// all parameters of the model, the same bits on all. Collective over all workers.
+double sum_squares_of_parts(const ReplicatedParameters& parameters, const SlotGroups& groups,
+                            std::span<double> squares);
 
 }  // namespace lockstep::gradient

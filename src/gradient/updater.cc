@@ -18,6 +18,7 @@ Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer opt
       optimizer_(std::move(optimizer)),
       ownership_(ownership),
       commits_(std::move(commits)),
+      parts_(parameters_->is_split() ? slots_by_holders(*parameters_) : SlotGroups()),
       states_(initial_states()),
       loss_scale_(optimizer_.options().loss_scale) {
   if (parameters_->placement() == Placement::device) {
@@ -163,7 +164,7 @@ void Updater::sum_and_square(Prepared& prepared, const Group& replicas, Deadline
                    });
   }
   ownership_.sum_over_owners(squares, replicas, deadline);
-  prepared.all_squares = parameters_->is_split() ? sum_squares_of_parts(*parameters_, squares)
+  prepared.all_squares = parameters_->is_split() ? sum_squares_of_parts(*parameters_, parts_, squares)
                                                  : std::accumulate(squares.begin(), squares.end(), 0.0);
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "gradient/device_update.h"
+#include "gradient/parameter_parts.h"
 #include "gradient/reduction.h"
 #include "gradient/replicated_parameters.h"
 #include "gradient/shard_state.h"
@@ -171,6 +172,7 @@ class Updater {
   const Optimizer optimizer_;
   const Ownership& ownership_;
   const std::optional<Communicator> commits_;
+  const SlotGroups parts_;  // of a model that is split
 
   States states_;
   struct OnDevice {

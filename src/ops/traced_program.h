@@ -93,13 +93,16 @@ class LaunchedProgram {
 };
 
 // A program's inputs, on their way to the devices.
-using ProgramInputs = std::shared_ptr<void>;
+class ProgramInputs {
+ public:
+  virtual ~ProgramInputs() = default;
+};
 
 // One compiled step, or several that are launched together. Replicas are those of this process.
 class CompiledProgram {
  public:
   struct Launch {
-    ProgramInputs inputs;                           // of this program
+    std::unique_ptr<ProgramInputs> inputs;          // of this program
     std::vector<std::vector<std::uint64_t>> seeds;  // [replica][step], of the step's random numbers
     std::vector<bool> updates;                      // [step]: whether it has examples, so that it changes variables
   };
@@ -111,7 +114,7 @@ class CompiledProgram {
 
   // Begins to copy inputs [replica][input] from host memory, also while another run goes on; those of several steps are
   // [step, ...].
-  virtual ProgramInputs copy(const std::vector<std::vector<at::Tensor>>& inputs) = 0;
+  virtual std::unique_ptr<ProgramInputs> copy(const std::vector<std::vector<at::Tensor>>& inputs) = 0;
 
   // Begins a run. Results of several steps are [step, ...].
   virtual std::unique_ptr<LaunchedProgram> launch(Launch launch) = 0;

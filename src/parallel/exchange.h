@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "lockstep/collective/communicator.h"
@@ -30,6 +31,7 @@ Tensor exchange(Tensor x, const Communicator& ranks, Exchange what, std::int64_t
 // All ranks get rank `root`'s values, which may be of another number elsewhere. Collective.
 template <class T>
 void broadcast_values(std::vector<T>& values, const Communicator& ranks, int root = 0) {
+  static_assert(std::is_trivially_copyable_v<T>);
   const auto bytes = ranks.broadcast({reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)}, root);
   values.resize(bytes.size() / sizeof(T));
   std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(values.data()));

@@ -69,29 +69,30 @@ void sum_gradients(const std::vector<Tensor>& parameters, const Communicator& ra
 
 double norm_of(const std::vector<std::pair<Tensor, Tensor>>& gradients, const Communicator& shards,
                const Communicator& stages) {
-  std::vector<Communicator> holders(1);  // of the other parts; the first for parameters that are not divided
-  std::vector<double> squares(1);        // [holders]
+  struct Parts {
+    Communicator ranks = {};  // that hold the other parts
+    double squares = 0;
+  };
+  std::vector<Parts> all(1);  // the first for parameters that are not divided
   for (const auto& [parameter, gradient] : gradients) {
     if (is_tied_copy(parameter)) continue;
-    std::size_t i = 0;
+    auto* parts = all.data();
     if (const auto partial = partial_of(parameter)) {
-      const auto is_same = [&](const auto& ranks) {
-        return ranks.group().shared_backend() == partial->ranks().group().shared_backend();
-      };
-      i = static_cast<std::size_t>(std::find_if(holders.begin() + 1, holders.end(), is_same) - holders.begin());
-      if (i == holders.size()) {
-        holders.push_back(partial->ranks());
-        squares.push_back(0);
-      }
+      const auto found = std::find_if(all.begin() + 1, all.end(), [&](const auto& each) {
+        return each.ranks.group().shared_backend() == partial->ranks().group().shared_backend();
+      });
+      parts = found != all.end() ? &*found : &all.emplace_back(Parts{partial->ranks()});
     }
     if (!gradient.defined()) continue;
     const auto norm = gradient.norm(2, at::kDouble).item<double>();
-    squares[i] += norm * norm;
+    parts->squares += norm * norm;
   }
+  std::vector<double> squares;
+  for (const auto& parts : all) squares.push_back(parts.squares);
   shards.sum(squares);
   double sum = 0;
-  for (std::size_t i = 0; i < holders.size(); ++i) {
-    holders[i].sum({&squares[i], 1});
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    all[i].ranks.sum({&squares[i], 1});
     sum += squares[i];
   }
   stages.sum({&sum, 1});

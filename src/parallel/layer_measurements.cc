@@ -171,6 +171,10 @@ LayerKinds LayerMeasurements::find(int tensor) const {
 }
 
 void LayerMeasurements::count_bytes(const LayerKinds& kinds, int tensor, Measured& measured) const {
+  std::vector<std::string> wanted;
+  for (const auto count : measured.examples) wanted.push_back(std::to_string(count));
+  links_.all().check_all_agree("plans",
+                               text("kinds of layers ", kinds.kinds.size(), "\nnumbers of examples ", join(wanted)));
   std::vector<LayerBytes> counted;  // of each kind, for each number of examples
   links_.all().run_on_rank_0([&] {
     for (const auto& kind : kinds.kinds) {

@@ -1,4 +1,5 @@
-// ParameterServerStrategy's constructor. A program that may choose this strategy builds and links none of its library.
+// ParameterServerStrategy's constructor. A program that may choose this strategy, and asks it nothing, builds and links
+// none of its library.
 #include "lockstep/strategy/parameter_server_strategy.h"
 
 #include <memory>

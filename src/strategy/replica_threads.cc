@@ -2,9 +2,9 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
-#include <memory>
 #include <mutex>
 #include <system_error>
 
@@ -96,8 +96,7 @@ void ReplicaThreads::run(const std::function<void(int)>& function) {
     throw InvalidArgument("run was called from within a step of the same strategy, which would wait for itself");
   if (busy_.exchange(true))
     throw InvalidArgument("two threads run steps of one strategy at once; they must take turns");
-  const auto idle = [](std::atomic<bool>* busy) { *busy = false; };
-  const std::unique_ptr<std::atomic<bool>, decltype(idle)> until_the_end(&busy_, idle);
+  const auto at_end = c10::make_scope_exit([this] { busy_ = false; });
   // Sets the number only where it changes: setting it clears oneDNN's caches.
   const int threads_before = at::get_num_threads();
   if (threads_before != threads_per_replica_) set_threads_of_operators(threads_per_replica_);

@@ -47,7 +47,7 @@ class NotRun final : public ops::CompiledProgram {
   NotRun(std::string name, std::string chips) : name_(std::move(name)), chips_(std::move(chips)) {}
   std::uint64_t hash() const override { return 0; }
   std::unique_ptr<ops::LaunchedProgram> launch(Launch) override { refuse(); }
-  ops::ProgramInputs copy(const std::vector<std::vector<at::Tensor>>&) override { refuse(); }
+  std::unique_ptr<ops::ProgramInputs> copy(const std::vector<std::vector<at::Tensor>>&) override { refuse(); }
 
  private:
   [[noreturn]] void refuse() const {

@@ -57,7 +57,7 @@ class StepProgram final : public ops::CompiledProgram {
         hash_(hash) {}
 
   std::uint64_t hash() const override { return hash_; }
-  ops::ProgramInputs copy(const std::vector<std::vector<at::Tensor>>& inputs) override;
+  std::unique_ptr<ops::ProgramInputs> copy(const std::vector<std::vector<at::Tensor>>& inputs) override;
   std::unique_ptr<ops::LaunchedProgram> launch(Launch launch) override;
 
  private:

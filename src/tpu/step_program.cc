@@ -113,13 +113,17 @@ int number_of(std::uint64_t hash, int count) {
   return static_cast<int>(mix(hash, static_cast<std::uint64_t>(count)) >> 34) + 1;
 }
 
+struct Inputs final : ops::ProgramInputs {
+  Buffers buffers;  // [replica][input]
+};
+
 }  // namespace
 
-ops::ProgramInputs StepProgram::copy(const std::vector<std::vector<at::Tensor>>& inputs) {
+std::unique_ptr<ops::ProgramInputs> StepProgram::copy(const std::vector<std::vector<at::Tensor>>& inputs) {
   return naming_step(name_, [&] {
-    auto copied = std::make_shared<Buffers>();
+    auto copied = std::make_unique<Inputs>();
     for (std::size_t replica = 0; replica < inputs.size(); ++replica) {
-      auto& mine = copied->emplace_back();
+      auto& mine = copied->buffers.emplace_back();
       for (const auto& input : inputs[replica]) mine.push_back(replicas_.copy(input, replica));
     }
     return copied;
@@ -161,7 +165,7 @@ std::unique_ptr<ops::LaunchedProgram> StepProgram::launch(Launch launch) {
   if (launch.updates.size() != static_cast<std::size_t>(steps_))
     throw Error(text("a program of ", steps_, " steps is launched with ", launch.updates.size()));
   const auto count = replicas_.devices.size();
-  Buffers copies = std::move(*static_cast<Buffers*>(launch.inputs.get()));
+  Buffers copies = std::move(static_cast<Inputs&>(*launch.inputs).buffers);
   std::vector<std::vector<const pjrt::Buffer*>> arguments(
       count, std::vector<const pjrt::Buffer*>(static_cast<std::size_t>(layout_.arguments)));
   for (std::size_t i = 0; i < count; ++i) {

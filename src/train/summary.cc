@@ -1,7 +1,6 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <array>
 #include <iomanip>
 #include <sstream>
 
@@ -11,6 +10,11 @@
 
 namespace lockstep {
 namespace {
+
+struct TableLine {
+  std::string name, shape;
+  std::int64_t parameters;
+};
 
 std::string shape_of(const std::vector<std::int64_t>& sizes, const char* first) {
   std::string shape = text("(", first);
@@ -28,22 +32,16 @@ std::string with_commas(std::int64_t number) {
   return result;
 }
 
-// A line of the table: what it is of, a shape, a number of parameters.
-using Cells = std::array<std::string, 3>;
-
-std::vector<Cells> lines_of(const torch::nn::Module& module, const ReplicatedParameters& parameters) {
-  std::vector<Cells> lines;
+std::vector<TableLine> lines_of(const torch::nn::Module& module, const ReplicatedParameters& parameters) {
+  std::vector<TableLine> lines;
   if (const auto* stack = dynamic_cast<const train::StackModule*>(&module)) {
-    lines.push_back({"Layer (type)", "Output shape", "Param #"});
     for (const auto& line : stack->lines()) {
-      lines.push_back(
-          {text(line.name, " (", line.kind, ")"), shape_of(line.output, "None"), with_commas(line.parameters)});
+      lines.push_back({text(line.name, " (", line.kind, ")"), shape_of(line.output, "None"), line.parameters});
     }
   } else {
-    lines.push_back({"Parameter", "Shape", "Param #"});
     for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
       const auto sizes = parameters.whole_sizes(i);
-      lines.push_back({parameters.slots()[i].name, shape_of(sizes, ""), with_commas(c10::multiply_integers(sizes))});
+      lines.push_back({parameters.slots()[i].name, shape_of(sizes, ""), c10::multiply_integers(sizes)});
     }
   }
   return lines;
@@ -56,17 +54,20 @@ std::string Model::summary() const {
   const auto& parameters = *impl_->parameters;
   const auto lines = lines_of(parameters.module(0), parameters);
   std::size_t names = 38, shapes = 24;
-  for (const auto& [name, shape, count] : lines) {
-    names = std::max(names, name.size());
-    shapes = std::max(shapes, shape.size());
+  for (const auto& line : lines) {
+    names = std::max(names, line.name.size());
+    shapes = std::max(shapes, line.shape.size());
   }
   std::ostringstream out;
+  const auto print = [&](const std::string& name, const std::string& shape, const std::string& count) {
+    out << std::left << std::setw(static_cast<int>(names) + 2) << name << std::setw(static_cast<int>(shapes) + 2)
+        << shape << std::right << std::setw(14) << count << '\n';
+  };
   const std::string rule(names + shapes + 18, '-');
-  for (const auto& line : lines) {
-    out << std::left << std::setw(static_cast<int>(names) + 2) << line[0] << std::setw(static_cast<int>(shapes) + 2)
-        << line[1] << std::right << std::setw(14) << line[2] << '\n';
-    if (&line == &lines.front()) out << rule << '\n';
-  }
+  const bool stack = dynamic_cast<const train::StackModule*>(&parameters.module(0)) != nullptr;
+  print(stack ? "Layer (type)" : "Parameter", stack ? "Output shape" : "Shape", "Param #");
+  out << rule << '\n';
+  for (const auto& line : lines) print(line.name, line.shape, with_commas(line.parameters));
   out << rule << '\n';
   std::int64_t trainable = 0, frozen = 0;
   for (std::size_t i = 0; i < parameters.slots().size(); ++i) {

@@ -33,7 +33,7 @@ namespace lockstep::transport {
 // session's keys are derived from these values too, and no relay can know them.
 struct Greeting {
   std::array<char, 4> magic{'L', 'C', 'K', 'S'};
-  std::uint32_t version = 3;
+  std::uint32_t version = 4;
   std::array<char, 8> protocol{};  // the protocol that follows the handshake
   std::array<char, 32> group{};    // the group that the connection is for
   std::int64_t generation = 0;

@@ -49,8 +49,8 @@ class Client {
   template <class Request, class Response>
   Response unary(const char* method, const Request& request, Deadline deadline);
 
-  std::vector<std::pair<std::string, std::shared_ptr<grpc::Channel>>>
-      channels_;  // [member]: its endpoint, and how it is reached; constant
+  // [member]: its endpoint, and how it is reached. Constant.
+  std::vector<std::pair<std::string, std::shared_ptr<grpc::Channel>>> channels_;
   Mutex mutex_;
   std::size_t current_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
 };

@@ -289,7 +289,7 @@ std::shared_ptr<void> EtcdStore::set_at_end(const std::string& key, const std::s
   add_put(puts, text(process(getpid()), lease), "", lease);
   txn(request, deadline);
   leases_.add(lease);
-  return {nullptr, [store = shared_from_this(), key, value, lease](void*) {
+  return {this, [store = shared_from_this(), key, value, lease](void*) {
             store->leases_.remove(lease);
             try {
               store->compare_set(key, "", value, Deadline::after(kToEnd));

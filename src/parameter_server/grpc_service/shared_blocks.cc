@@ -34,8 +34,6 @@ bool SharedBlocks::add(std::shared_ptr<parameter_server::SharedBlock> block, Dea
 }
 
 void SharedBlocks::share(Block& block, Deadline deadline) {
-  block.number = -1;
-  block.stream = nullptr;
   const auto handle = block.block->handle();
   Request request;
   auto& head = *request.mutable_share();
@@ -46,6 +44,8 @@ void SharedBlocks::share(Block& block, Deadline deadline) {
   const auto context = std::make_shared<grpc::ClientContext>();
   Reply reply;
   const std::shared_ptr<ClientStream> stream = server_.open(request, *context, reply, deadline);
+  block.number = -1;
+  block.stream = nullptr;
   if (stream == nullptr) return;
   block.stream = {nullptr, [context, stream](void*) {
                     context->TryCancel();

@@ -199,13 +199,13 @@ void Event::wait_for_all(const std::vector<Event>& events, Deadline deadline,
   const auto unfinished = std::make_shared<Unfinished>(plugin, nullptr);
   for (const auto& event : events) Unfinished::add(unfinished, event.event_.get(), what);
   const auto end = deadline.time();
-  bool all_ended = false, goes_on = true;
-  while (goes_on) {
-    all_ended = unfinished->wait(check ? std::min(end, Deadline::Clock::now() + kBetweenChecks) : end, false);
-    goes_on = !all_ended && !unfinished->any_failed();
-    if (check && goes_on) check();
-    goes_on = goes_on && Deadline::Clock::now() < end;
-  }
+  bool all_ended = false, is_over = false;
+  do {
+    all_ended =
+        unfinished->wait(check ? std::min(end, Deadline::Clock::now() + kBetweenChecks) : end, /*failed=*/false);
+    is_over = all_ended || unfinished->any_failed();
+    if (check && !is_over) check();
+  } while (!is_over && Deadline::Clock::now() < end);
   if (unfinished->any_failed()) all_ended = unfinished->wait(std::min(end, Deadline::after(after_failure).time()));
   plugin.check(unfinished->take_error(), what);
   if (!all_ended) throw DeadlineExceeded(what, deadline.waited(), {}, kNoAnswer);

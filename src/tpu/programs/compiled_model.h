@@ -77,7 +77,7 @@ class CompiledModel final : public train::Execution {
     Kind kind = Kind::train;
     std::vector<Input> inputs;  // [replica]
     std::shared_ptr<const Compiled> compiled;
-    ops::ProgramInputs copied;
+    std::unique_ptr<ops::ProgramInputs> copied;
     std::vector<bool> updates;  // [step]
   };
 

@@ -201,9 +201,14 @@ void BackgroundSave::begin(ModelImpl& impl, const train::StateFile& file) {
   path_ = file.path;
   begun_in_ = impl.topology.all.regroups();
   is_written_ = false;
-  writing_ =
-      std::async(std::launch::async, [this, write = std::move(save.write), file, is_chief = archive_ != nullptr] {
-        is_chief ? file.make(write) : write();
+  writing_ = std::async(
+      std::launch::async, [this, write = std::move(save.write), file, is_chief = archive_ != nullptr]() mutable {
+        const auto once = std::exchange(write, nullptr);  // the future keeps this function, and must not keep the copy
+        if (is_chief) {
+          file.make(once);
+        } else {
+          once();
+        }
         is_written_ = true;
       });
   impl.topology.all.any(false);  // where it returns on one, all have begun
