@@ -370,7 +370,7 @@ TEST(Connections, AnotherVersionIsNamed) {
                     },
                     soon());
               }),
-              "it speaks version 99 of the protocol, this process version 3");
+              "it speaks version 99 of the protocol, this process version 4");
 }
 
 }  // namespace

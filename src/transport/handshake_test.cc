@@ -73,7 +73,7 @@ TEST(Handshake, WhatDiffersIsNamed) {
   const auto problem = [](Greeting theirs) { return problem_with(theirs, {}); };
   EXPECT_EQ(problem({}), "");
   EXPECT_EQ(problem({.magic = {'H', 'T', 'T', 'P'}}), "it does not speak Lockstep's protocol");
-  EXPECT_EQ(problem({.version = 9}), "it speaks version 9 of the protocol, this process version 3");
+  EXPECT_EQ(problem({.version = 9}), "it speaks version 9 of the protocol, this process version 4");
   EXPECT_EQ(problem({.protocol = {'a'}}), "it speaks of a, not of ");
   EXPECT_EQ(problem({.group = {'a'}}), "it belongs to another group");
   EXPECT_EQ(problem({.generation = 3}), "it is of generation 3, this process of 0");
