@@ -21,6 +21,9 @@ def top(name):
     return name.split("/")[0]
 
 
+TOPS = {top(name) for name in MODULES}
+
+
 def module_of(folders):
     """The module, or the part of one, that has the files of src/`folders`."""
     return next((name for name in ("/".join(folders[:2]), *folders[:1]) if name in MODULES), folders[0] if folders else None)
@@ -84,15 +87,15 @@ for name in subprocess.run(["git", "ls-files", "src/*.h", "include/*.h"], captur
             if first != name:
                 problems.append(f"{name}: {namespace}::{found.group(1)} is also a type in {first}")
 for folder in pathlib.Path("src").glob("*/**/"):
-    if "/".join(folder.parts[1:]) not in {*MODULES, *map(top, MODULES)} and len([p for p in folder.glob("*.cc") if not p.stem.endswith("_test")]) < 2:
+    if "/".join(folder.parts[1:]) not in TOPS | MODULES.keys() and len([p for p in folder.glob("*.cc") if not p.stem.endswith("_test")]) < 2:
         problems.append(f"{folder}: a folder for a single source file")
-folders = {str(p.relative_to("src")) for p in pathlib.Path("src").glob("**/") if str(p.relative_to("src")) in MODULES} | {p.name for p in pathlib.Path("src").iterdir() if p.is_dir()}
-for module in sorted(folders ^ {*MODULES, *map(top, MODULES)}):
+there = {p.name for p in pathlib.Path("src").iterdir() if p.is_dir()} | {name for name in MODULES if pathlib.Path("src", name).is_dir()}
+for module in sorted(there ^ (TOPS | MODULES.keys())):
     problems.append(f"src/{module}: a folder that is not in src/modules.txt, or the other way round")
 modules_section = pathlib.Path("ARCHITECTURE.md").read_text().partition("\n## Modules\n")[2].partition("\n## ")[0]
 listed = re.findall(r"^\| `(\w+)` \|", modules_section, re.MULTILINE)
-if sorted(listed) != sorted({*map(top, MODULES)}):
-    problems.append(f"ARCHITECTURE.md: its table of modules and src/modules.txt differ in {sorted({*map(top, MODULES)} ^ set(listed))}, or one is listed twice")
+if sorted(listed) != sorted(TOPS):
+    problems.append(f"ARCHITECTURE.md: its table of modules and src/modules.txt differ in {sorted(TOPS ^ set(listed))}, or one is listed twice")
 
 
 # CMake reads the list from top to bottom.

@@ -1,5 +1,9 @@
 #include "lockstep/data/dataset.h"
 
+#include <map>
+#include <mutex>
+#include <utility>
+
 #include "base/text.h"
 #include "data/stage.h"
 #include "data/tables.h"
@@ -162,3 +166,33 @@ DatasetIterator Dataset::iterate_from(FromExample from) const {
 }
 
 }  // namespace lockstep
+
+namespace lockstep::data {
+
+StagePtr over(StagePtr input, std::function<void(Stage& stage, const StagePtr& input)> change) {
+  auto stage = std::make_shared<Stage>(*input);
+  stage->over_files = nullptr;
+  stage->keep_first = nullptr;
+  change(*stage, input);
+  if (stage->files > 0 && !stage->over_files) {
+    stage->over_files = [input, change](std::int64_t num_shards, std::int64_t index) {
+      return over(input->over_files(num_shards, index), change);
+    };
+  }
+  return stage;
+}
+
+decltype(Stage::over_files) made_once(decltype(Stage::over_files) make) {
+  struct Parts {
+    std::mutex mutex;
+    std::map<std::pair<std::int64_t, std::int64_t>, StagePtr> made;  // guarded by mutex
+  };
+  return [make = std::move(make), parts = std::make_shared<Parts>()](std::int64_t num_shards, std::int64_t index) {
+    const std::lock_guard lock(parts->mutex);
+    auto& part = parts->made[{num_shards, index}];
+    if (part == nullptr) part = make(num_shards, index);
+    return part;
+  };
+}
+
+}  // namespace lockstep::data

@@ -19,23 +19,28 @@ constexpr std::int64_t kBatchesAhead = 2;
 
 // Divides part `part` of `parts` of a global batch among the devices.
 PerReplica<Part> split(const Row& batch, const std::vector<c10::Device>& devices, int part, int parts) {
-  const auto whole = batch.batch ? Example() : batch.materialize();
-  if (!batch.batch) strategy::check_batch(whole);
-  const auto size = batch.batch ? static_cast<std::int64_t>(batch.batch->size()) : whole.size();
-  const auto row_for = [&](std::int64_t begin, std::int64_t count) {
-    if (!batch.batch) return Row{.value = internal::rows_of(whole, begin, count)};
-    const auto first = batch.batch->begin() + begin;
-    return Row{.table = batch.table, .batch = std::vector(first, first + count)};
+  const auto divide = [&](std::int64_t size, const auto& row_for) {
+    const auto count = static_cast<std::int64_t>(devices.size());
+    const std::int64_t all = count * parts, each = size / all, larger = size % all;
+    std::vector<Part> made;
+    for (std::int64_t replica = count * part; const auto device : devices) {
+      const auto begin = each * replica + std::min(replica, larger);
+      made.push_back({row_for(begin, each + (replica < larger ? 1 : 0)), device});
+      ++replica;
+    }
+    return PerReplica<Part>(std::move(made));
   };
-  const auto count = static_cast<std::int64_t>(devices.size());
-  const std::int64_t all = count * parts, each = size / all, larger = size % all;
-  std::vector<Part> made;
-  for (std::int64_t replica = count * part; const auto device : devices) {
-    const auto begin = each * replica + std::min(replica, larger);
-    made.push_back({row_for(begin, each + (replica < larger ? 1 : 0)), device});
-    ++replica;
+  if (batch.batch) {
+    return divide(static_cast<std::int64_t>(batch.batch->size()), [&](std::int64_t begin, std::int64_t count) {
+      const auto first = batch.batch->begin() + begin;
+      return Row{.table = batch.table, .batch = std::vector(first, first + count)};
+    });
   }
-  return PerReplica<Part>(std::move(made));
+  const auto whole = batch.materialize();
+  strategy::check_batch(whole);
+  return divide(whole.size(), [&](std::int64_t begin, std::int64_t count) {
+    return Row{.value = internal::rows_of(whole, begin, count)};
+  });
 }
 
 // Divides a global batch among all workers' replicas: returns those of this process.

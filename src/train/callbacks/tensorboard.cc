@@ -13,6 +13,7 @@
 
 #include "base/file.h"
 #include "base/log.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/train/callbacks.h"
@@ -82,9 +83,7 @@ std::string event(std::int64_t step, const std::string& content) {
 // Later files sort after earlier ones, also those of one second and one process.
 std::string file_name() {
   static int made = 0;
-  std::array<char, 256> host{};
-  ::gethostname(host.data(), host.size() - 1);
-  return text("events.out.tfevents.", static_cast<std::int64_t>(seconds_since_1970()), ".", host.data(), ".",
+  return text("events.out.tfevents.", static_cast<std::int64_t>(seconds_since_1970()), ".", name_of_this_host(), ".",
               ::getpid(), ".", made++, ".v2");
 }
 
