@@ -25,9 +25,16 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr std::size_t kCopied = std::size_t{1} << 20;  // bytes that are copied at a time
+constexpr int kTriesToMakeFolders = 100;
 
 void require(const std::error_code& failed, const char* what, const fs::path& path) {
   if (failed) throw IoError(text("cannot ", what, " ", path.string(), ": ", failed.message()));
+}
+
+std::error_code try_to_flush(const fs::path& folder) {
+  const FileDescriptor opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (opened.open() && (::fsync(opened.get()) == 0 || errno == EINVAL || errno == ENOTSUP)) return {};
+  return {errno, std::generic_category()};
 }
 
 }  // namespace
@@ -74,18 +81,18 @@ void make_folders(const fs::path& folder) {
   for (auto at = absolute_path(folder); !file_exists(at) && at != at.root_path(); at = at.parent_path()) {
     missing.push_back(at);
   }
-  std::error_code failed;
-  fs::create_directories(folder, failed);
+  // Another process may remove a folder that is still empty: then it is made again.
+  std::error_code failed = std::make_error_code(std::errc::no_such_file_or_directory);
+  for (int tries = 0; failed == std::errc::no_such_file_or_directory && tries < kTriesToMakeFolders; ++tries) {
+    fs::create_directories(folder, failed);
+    for (const auto& made : missing) {
+      if (!failed) failed = try_to_flush(made.parent_path());
+    }
+  }
   require(failed, "make the folder", folder);
-  for (const auto& made : missing) flush_folder(made.parent_path());
 }
 
-void flush_folder(const fs::path& folder) {
-  const FileDescriptor opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  const bool flushed = opened.open() && ::fsync(opened.get()) == 0;
-  if (flushed || (opened.open() && (errno == EINVAL || errno == ENOTSUP))) return;
-  throw IoError(text("cannot flush the folder ", folder.string(), ": ", std::strerror(errno)));
-}
+void flush_folder(const fs::path& folder) { require(try_to_flush(folder), "flush the folder", folder); }
 
 fs::path path_inside(const fs::path& folder, const std::string& name) {
   const fs::path place(name);

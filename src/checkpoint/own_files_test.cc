@@ -8,8 +8,10 @@
 
 #include <chrono>
 #include <filesystem>
+#include <future>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
@@ -97,6 +99,18 @@ TEST(OwnFiles, MaxToKeepRemovesOnlyWhatLockstepWrote) {
   EXPECT_TRUE(fs::is_symlink(folder / "ckpt-2.safetensors"));
   EXPECT_TRUE(fs::exists(folder / "elsewhere"));
   EXPECT_EQ(contents_of(folder / "ckpt-3.safetensors"), "mine");
+}
+
+// Savers remove PATH.rows while it is empty: another that is about to make its folder there makes both.
+TEST(OwnFiles, SaversThatGiveUpDoNotDisturbOthers) {
+  const auto path = (fresh_folder("own_files", "given_up") / "ckpt").string();
+  const auto save = [&] {
+    for (int i = 0; i < 300; ++i) const RowsFolder given_up(path);
+  };
+  std::vector<std::future<void>> savers(4);
+  for (auto& saver : savers) saver = std::async(std::launch::async, save);
+  for (auto& saver : savers) EXPECT_NO_THROW(saver.get());
+  EXPECT_FALSE(fs::exists(rows_folder(path)));
 }
 
 TEST(OwnFiles, FoldersOfKilledSavesAreRemovedBeforeTheNextAndThoseOfLiveOnesAreNot) {
