@@ -2,14 +2,18 @@
 
     benchmarks/bench_before.py --before /path/to/another/checkout/build/release [--rounds 5] [--only TEXT] [--skip=TEXT]
 
---skip leaves out the programs whose command has this text: an option which the other build does not have. Both builds need the targets lockstep_cli, train_step,
-ddp_step and dataset. The rows of hosts need root.
+--skip leaves out the programs whose command has this text: an option which the other build does not have. Both builds need the target benchmarks. The rows of
+hosts, and of bytes that are sent, need root.
 """
 import argparse
 import dataclasses
 import pathlib
+import subprocess
+import tempfile
 
 import bench_collectives
+import bench_parallel
+import bench_ps
 import bench_step
 import bench_workers
 import programs
@@ -30,11 +34,12 @@ def of_build(value, build):
     return value
 
 
-def rows(build, skip):
+def rows(build, skip, certificates):
     """Each of our programs once for each figure that a row takes of it."""
     seen = set()
-    for script in (bench_step, bench_collectives, bench_workers):
-        for row in script.rows():
+    scripts = {bench_step: (), bench_collectives: (), bench_workers: (), bench_parallel: (), bench_ps: (certificates,)}
+    for script, arguments in scripts.items():
+        for row in script.rows(*arguments):
             for program, figure in ((row.ours, row.of_ours), (row.peer, row.of_peer)):
                 name = (program, figure.__name__, getattr(figure, "__closure__", None) and figure.__closure__[0].cell_contents)
                 before = of_build(program, build)
@@ -56,4 +61,6 @@ if __name__ == "__main__":
     parser.add_argument("--before", type=pathlib.Path, required=True)
     parser.add_argument("--skip", default="")
     known, _ = parser.parse_known_args()
-    rounds.main(__doc__, list(rows(str(known.before.resolve()), known.skip)), run, parser)
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([f"{HERE}/lockstep", "certs", folder], check=True, stdout=subprocess.DEVNULL)
+        rounds.main(__doc__, list(rows(str(known.before.resolve()), known.skip, folder)), run, parser)

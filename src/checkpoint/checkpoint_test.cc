@@ -15,6 +15,7 @@
 #include <filesystem>
 #include <fstream>
 #include <random>
+#include <mutex>
 #include <set>
 #include <sstream>
 
@@ -25,6 +26,7 @@
 
 namespace {
 
+std::mutex flushed_folders_mutex;
 std::set<ino_t> flushed_folders;
 bool refuse_to_flush_folders = false;
 
@@ -38,6 +40,7 @@ extern "C" int fsync(int descriptor) {
       errno = EINVAL;
       return -1;
     }
+    const std::lock_guard lock(flushed_folders_mutex);
     flushed_folders.insert(info.st_ino);
   }
   return static_cast<int>(::syscall(SYS_fsync, descriptor));
