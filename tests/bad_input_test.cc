@@ -158,6 +158,7 @@ TEST(BadInput, StrategiesAndSettings) {
   expect_error<InvalidArgument>([] { Conv2D convolution(4, 3, {.padding = "full"}); }, {"full", "valid"});
   Sequential dense_on_images({Flatten(), Conv2D(4, 3)});
   expect_error<InvalidArgument>([&] { dense_on_images.build({1, 8, 8}); }, {"Conv2D", "[1, 64]"});
+  expect_error<InvalidArgument>([&] { dense_on_images.build({-1, 8, 8}); }, {"input_shape is -1", "left out"});
 }
 
 TEST(BadInput, Checkpoints) {

@@ -14,8 +14,8 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <random>
 #include <mutex>
+#include <random>
 #include <set>
 #include <sstream>
 

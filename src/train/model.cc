@@ -189,6 +189,10 @@ void Model::compile(CompileOptions options) {
 }
 
 void Model::build(const std::vector<std::int64_t>& input_shape, at::ScalarType dtype) {
+  for (const auto size : input_shape) {
+    require(size >= 0, "Model::build: a dimension of input_shape", size,
+            "0 or more; the batch's dimension is left out");
+  }
   std::vector<std::int64_t> sizes{1};
   sizes.insert(sizes.end(), input_shape.begin(), input_shape.end());
   impl_->build({.x = at::zeros(sizes, dtype)});

@@ -205,6 +205,17 @@ TEST_P(Ranks, UnequalNumbersOfBatchesCountExamples) {
   });
 }
 
+TEST(Join, ARankWhoseOptimizerLagsIsWarned) {
+  testing::internal::CaptureStderr();
+  collective::on_ranks(2, [&](const Group& group) {
+    DistributedDataParallel ddp(make_net(), group, {.timeout_seconds = 30});
+    ddp.join([&] {
+      for (int step = 0; step < group.rank() + 1; ++step) ddp(at::ones({4, 6}, at::kDouble)).sum().backward();
+    });
+  });
+  expect_says(testing::internal::GetCapturedStderr(), "rank 0 made fewer steps than rank 1");
+}
+
 // Two models of equal sizes.
 TEST(Join, RanksInAnotherModelAreToldWhich) {
   const auto errors = collective::run_ranks({.group = {.backend = "threads"}}, [](const Group& group) {

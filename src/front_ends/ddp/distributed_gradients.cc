@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
+#include "base/log.h"
 #include "base/process.h"
 #include "base/text.h"
 #include "gradient/gradient_reducer.h"
@@ -103,6 +105,7 @@ struct DistributedGradients::State {
   std::vector<at::Tensor> trained = {}, frozen = {};
   std::set<const at::TensorImpl*> known = {};  // those in `trained`
   std::vector<std::weak_ptr<internal::CollectiveStep>> steps = {};
+  bool warned_of_join = false;
 };
 
 DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> module, Communicator ranks,
@@ -180,6 +183,12 @@ void DistributedGradients::join(const std::function<void()>& loop) {
   call.purpose = state_->end_of_join;
   ranks.group().run(call, ranks.deadline());
   state_->share_values(source);
+  const bool has_joint_step = std::ranges::any_of(state_->steps, [](const auto& step) { return !step.expired(); });
+  if (!last || has_joint_step || std::exchange(state_->warned_of_join, true)) return;
+  log_warning(text("DistributedDataParallel::join: rank ", ranks.rank(), " made fewer steps than rank ", source,
+                   ", and has its parameters now. The state of this rank's own optimizer has seen fewer steps: with "
+                   "momentum, or Adam, the next steps of the ranks would differ. ShardedOptimizer takes part in all "
+                   "steps"));
 }
 
 void DistributedGradients::add_examples(double examples) {
