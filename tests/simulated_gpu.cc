@@ -1,9 +1,11 @@
-// GPUs that are simulated in host memory, for tests. LibTorch, as the build without the preset `cuda` links it, has no
-// part for CUDA. This file takes its place: operators on cuda:0, ... compute on the CPU, and backward has a thread for
-// each device. So the code for GPUs is tested where there is none. Tests see in which threads it runs, and that no
-// operator gets tensors of two devices. Only operators can access a tensor's memory, which cannot be read at its
-// address. Streams, kernels and CUDA graphs are not tested. LOCKSTEP_SIMULATED_GPUS says how many GPUs there are; else
-// there is none.
+// LibTorch's part for CUDA, over simulated GPUs (simulated_gpu/cuda_runtime.h), for tests. LibTorch, as the build
+// without the preset `cuda` links it, has no such part. This file takes its place: backward has a thread for each
+// device, and tests see that no operator gets tensors of two devices. Only operators can access a tensor's memory,
+// which cannot be read at its address.
+//
+// Streams and events are those of the simulated runtime. Operators and copies compute on the CPU in the calling thread.
+// First they wait until their device's current stream is idle. So they see the results of the work that this stream was
+// told to wait for, and of other streams only by chance. Kernels and CUDA graphs are not tested.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -14,96 +16,109 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <sys/mman.h>
 #include <torch/library.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <bit>
-#include <cstdlib>
+#include <array>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "simulated_gpu/cuda_runtime.h"
+
 namespace {
 
 using at::Tensor;
 
+void check(int error) { TORCH_CHECK(error == simulated_gpu::kSuccess, "simulated CUDA: ", cudaGetErrorString(error)); }
+
 c10::DeviceIndex gpus() {
-  static const char* const given = std::getenv("LOCKSTEP_SIMULATED_GPUS");
-  return static_cast<c10::DeviceIndex>(given == nullptr ? 0 : std::atoi(given));
+  int count = 0;
+  cudaGetDeviceCount(&count);
+  return static_cast<c10::DeviceIndex>(count);
 }
 
-thread_local c10::DeviceIndex current = 0;
+c10::DeviceIndex current_device() {
+  int device = 0;
+  cudaGetDevice(&device);
+  return static_cast<c10::DeviceIndex>(device);
+}
 
-// Memory that appears twice: at the address of a tensor, where it cannot be accessed, and for operators.
-class DeviceMemory final : public c10::Allocator {
+// A stream's id is its handle. The default stream's is null, which stands for that of the current device.
+cudaStream_t handle_of(const c10::Stream& stream) { return reinterpret_cast<cudaStream_t>(stream.id()); }
+
+c10::Stream stream_of(cudaStream_t handle, c10::Device device) {
+  return c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<c10::StreamId>(handle));
+}
+
+constexpr std::size_t kMostGpus = 64;
+thread_local std::array<cudaStream_t, kMostGpus> current_streams{};  // by device
+
+c10::Stream current_stream(c10::Device device) {
+  return stream_of(current_streams.at(static_cast<std::size_t>(device.index())), device);
+}
+
+// Waits for the work that the device's current stream has, and for what it was told to wait for.
+void wait_for_current_stream(c10::Device device) {
+  const c10::DeviceGuard guard(device);
+  check(cudaStreamSynchronize(handle_of(current_stream(device))));
+}
+
+// Memory is free again when its last user's work is done: that of the stream where it was allocated, and of those that
+// record_stream named.
+class DeviceAllocator final : public c10::Allocator {
  public:
-  static DeviceMemory& get() {
-    static auto* const memory = new DeviceMemory;  // tensors may outlive all else
-    return *memory;
+  static DeviceAllocator& get() {
+    static auto* const allocator = new DeviceAllocator;  // tensors may outlive all else
+    return *allocator;
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    const c10::Device device(c10::kCUDA, current);
+    const c10::Device device(c10::kCUDA, current_device());
     if (bytes == 0) return {nullptr, device};
-    const auto size = std::max<std::size_t>(512, std::bit_ceil(bytes));
-    const std::lock_guard lock(mutex_);
-    auto& free = free_[size];
-    void* address = nullptr;
-    if (free.empty()) {
-      TORCH_CHECK(used_ + size <= kBytes, "the simulated GPU has no memory left");
-      address = at_device_ + std::exchange(used_, used_ + size);
-    } else {
-      address = free.back();
-      free.pop_back();
-    }
-    size_of_[address] = size;
-    return {address, address, [](void* given) { get().give_back(given); }, device};
+    void* const address = simulated_gpu_allocate(bytes);
+    TORCH_CHECK(address != nullptr, "the simulated GPU has no memory left");
+    add_user(address, current_stream(device));
+    return {address, address, &give_back, device};
   }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return [](void* given) { get().give_back(given); };
-  }
+  c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
-    std::memmove(for_operators(to), for_operators(from), bytes);
+    std::memmove(simulated_gpu_memory(to), simulated_gpu_memory(from), bytes);
   }
 
-  void* for_operators(const void* address) const {
-    return for_operators_ + (static_cast<const char*>(address) - at_device_);
+  void add_user(void* address, const c10::Stream& stream) {
+    const std::lock_guard lock(mutex_);
+    auto& users = users_[address];
+    if (std::find(users.begin(), users.end(), stream) == users.end()) users.push_back(stream);
   }
 
  private:
-  static constexpr std::size_t kBytes = 8UL << 30;  // takes as much as is used
-
-  DeviceMemory() {
-    const int file = ::memfd_create("simulated GPU", 0);
-    TORCH_CHECK(file >= 0 && ::ftruncate(file, kBytes) == 0, "no memory for a simulated GPU");
-    const auto map = [&](int access) {
-      auto* const address = ::mmap(nullptr, kBytes, access, MAP_SHARED, file, 0);
-      TORCH_CHECK(address != MAP_FAILED, "no memory for a simulated GPU");
-      return static_cast<char*>(address);
-    };
-    at_device_ = map(PROT_NONE);
-    for_operators_ = map(PROT_READ | PROT_WRITE);
-    ::close(file);
+  static void give_back(void* address) {
+    // Its last copy frees the memory.
+    const std::shared_ptr<void> memory(address, &simulated_gpu_free);
+    for (const auto& stream : get().take_users(address)) {
+      const c10::DeviceGuard guard(stream.device());
+      if (cudaStreamQuery(handle_of(stream)) != simulated_gpu::kNotReady) continue;
+      const auto drop = [](void* copy) { delete static_cast<std::shared_ptr<void>*>(copy); };
+      cudaLaunchHostFunc(handle_of(stream), drop, new std::shared_ptr<void>(memory));
+    }
   }
 
-  void give_back(void* address) {
+  std::vector<c10::Stream> take_users(void* address) {
     const std::lock_guard lock(mutex_);
-    const auto found = size_of_.find(address);
-    free_[found->second].push_back(address);
-    size_of_.erase(found);
+    const auto found = users_.find(address);
+    auto users = std::move(found->second);
+    users_.erase(found);
+    return users;
   }
 
-  char *at_device_ = nullptr, *for_operators_ = nullptr;
   std::mutex mutex_;
-  std::size_t used_ = 0;
-  std::map<std::size_t, std::vector<void*>> free_;  // by size
-  std::map<void*, std::size_t> size_of_;
+  std::map<void*, std::vector<c10::Stream>> users_;
 };
 
 const at::Generator& generator_of(c10::DeviceIndex device) {
@@ -115,25 +130,87 @@ const at::Generator& generator_of(c10::DeviceIndex device) {
   return generators->at(static_cast<std::size_t>(device));
 }
 
+cudaStream_t new_stream(c10::Device device, int priority) {
+  const c10::DeviceGuard guard(device);
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithPriority(&stream, 1, priority));
+  return stream;
+}
+
+// Streams that are used again and again, as LibTorch has them.
+cudaStream_t stream_from_pool(c10::Device device) {
+  static std::mutex mutex;
+  static auto& pools = *new std::map<c10::DeviceIndex, std::pair<std::size_t, std::array<cudaStream_t, 32>>>;
+  const std::lock_guard lock(mutex);
+  auto& [taken, streams] = pools[device.index()];
+  auto& stream = streams[taken++ % streams.size()];
+  if (stream == nullptr) stream = new_stream(device, 0);
+  return stream;
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
   c10::Device exchangeDevice(c10::Device device) const override {
-    return {c10::kCUDA, std::exchange(current, device.index())};
+    const auto before = getDevice();
+    setDevice(device);
+    return before;
   }
-  c10::Device getDevice() const override { return {c10::kCUDA, current}; }
-  void setDevice(c10::Device device) const override { current = device.index(); }
-  void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
-  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
+  c10::Device getDevice() const override { return {c10::kCUDA, current_device()}; }
+  void setDevice(c10::Device device) const override { check(cudaSetDevice(device.index())); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { cudaSetDevice(device.index()); }
   c10::DeviceIndex deviceCount() const noexcept override { return gpus(); }
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    const c10::DeviceGuard guard(c10::Device(c10::kCUDA, device));
+    check(cudaDeviceSynchronize());
+  }
+
+  c10::Stream getStream(c10::Device device) const override { return current_stream(device); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(nullptr, device); }
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    return stream_of(new_stream(device, priority), device);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return stream_of(stream_from_pool(device), device);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    auto& current = current_streams.at(static_cast<std::size_t>(stream.device_index()));
+    return stream_of(std::exchange(current, handle_of(stream)), stream.device());
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override { return handle_of(stream); }
+  bool queryStream(const c10::Stream& stream) const override {
+    const c10::DeviceGuard guard(stream.device());
+    return is_done(cudaStreamQuery(handle_of(stream)));
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    const c10::DeviceGuard guard(stream.device());
+    check(cudaStreamSynchronize(handle_of(stream)));
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    if (memory.get() != nullptr) DeviceAllocator::get().add_user(memory.get(), stream);
+  }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    const c10::DeviceGuard guard(stream.device());
+    if (*event == nullptr) check(cudaEventCreateWithFlags(event, 0));
+    check(cudaEventRecord(*event, handle_of(stream)));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    const c10::DeviceGuard guard(stream.device());
+    if (event != nullptr) check(cudaStreamWaitEvent(handle_of(stream), event, 0));
+  }
+  bool queryEvent(void* event) const override { return event == nullptr || is_done(cudaEventQuery(event)); }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) check(cudaEventSynchronize(event));
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    if (event != nullptr) cudaEventDestroy(event);
+  }
+
+ private:
+  static bool is_done(int result) {
+    if (result != simulated_gpu::kNotReady) check(result);
+    return result == simulated_gpu::kSuccess;
+  }
 };
 
 struct CUDAHooks final : at::CUDAHooksInterface {
@@ -145,13 +222,16 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return gpus(); }
   int getNumGPUs() const override { return gpus(); }
-  c10::DeviceIndex current_device() const override { return current; }
-  c10::DeviceIndex getCurrentDevice() const override { return current; }
-  c10::Device getDeviceFromPtr(void*) const override { return {c10::kCUDA, current}; }
+  c10::DeviceIndex current_device() const override { return ::current_device(); }
+  c10::DeviceIndex getCurrentDevice() const override { return ::current_device(); }
+  c10::Device getDeviceFromPtr(void* memory) const override {
+    return {c10::kCUDA, static_cast<c10::DeviceIndex>(simulated_gpu_device(memory, 0))};
+  }
+  void deviceSynchronize(c10::DeviceIndex device) const override { Guard().synchronizeDevice(device); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
-    return generator_of(device < 0 ? current : device);
+    return generator_of(device < 0 ? ::current_device() : device);
   }
 };
 
@@ -159,30 +239,57 @@ struct CUDAHooks final : at::CUDAHooksInterface {
 Tensor on_cpu(const Tensor& tensor) {
   if (!tensor.is_cuda()) return tensor;
   return at::from_blob(
-      DeviceMemory::get().for_operators(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), [tensor](void*) {},
+      simulated_gpu_memory(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), [tensor](void*) {},
       tensor.options().device(at::kCPU));
 }
 
 c10::Device device_of(std::optional<c10::Device> given) {
-  return given && given->has_index() ? *given : c10::Device(c10::kCUDA, current);
+  return given && given->has_index() ? *given : c10::Device(c10::kCUDA, current_device());
 }
 
 Tensor empty(c10::IntArrayRef sizes, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
              std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
   const c10::DeviceGuard guard(device_of(device));
-  return at::detail::empty_generic(sizes, &DeviceMemory::get(), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+  return at::detail::empty_generic(sizes, &DeviceAllocator::get(), c10::DispatchKeySet(c10::DispatchKey::CUDA),
                                    c10::dtype_or_default(dtype), format);
 }
 
 Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<c10::ScalarType> dtype,
                      std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
   const c10::DeviceGuard guard(device_of(device));
-  return at::detail::empty_strided_generic(sizes, strides, &DeviceMemory::get(),
+  return at::detail::empty_strided_generic(sizes, strides, &DeviceAllocator::get(),
                                            c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
 }
 
+thread_local bool in_operator = false;  // which copies its arguments and results
+
+// Copies between host and device, as LibTorch does: by cudaMemcpyAsync of contiguous memory of one dtype.
+void copy_across(const Tensor& to, const Tensor& from) {
+  const auto device = to.is_cuda() ? to.device() : from.device();
+  const c10::DeviceGuard guard(device);
+  const auto contiguous = [&](const Tensor& tensor) {
+    return tensor.is_contiguous() && tensor.sizes() == to.sizes() && tensor.scalar_type() == to.scalar_type();
+  };
+  const auto source = contiguous(from) ? from : at::empty(to.sizes(), from.options().dtype(to.scalar_type()));
+  const auto target = contiguous(to) ? to : at::empty(to.sizes(), to.options());
+  if (!source.is_same(from)) on_cpu(source).copy_(on_cpu(from));
+  const auto stream = handle_of(current_stream(device));
+  constexpr int kByAddress = 4;
+  check(cudaMemcpyAsync(target.mutable_data_ptr(), source.const_data_ptr(), target.nbytes(), kByAddress, stream));
+  check(cudaStreamSynchronize(stream));
+  if (!target.is_same(to)) on_cpu(to).copy_(on_cpu(target));
+}
+
 Tensor& copy(Tensor& to, const Tensor& from, bool) {
-  if (to.numel() > 0) on_cpu(to).copy_(on_cpu(from));
+  if (to.numel() == 0) return to;
+  for (const auto& tensor : {to, from}) {
+    if (tensor.is_cuda()) wait_for_current_stream(tensor.device());
+  }
+  if (to.is_cuda() == from.is_cuda() || in_operator) {
+    on_cpu(to).copy_(on_cpu(from));
+  } else {
+    copy_across(to, from);
+  }
   return to;
 }
 
@@ -193,8 +300,9 @@ const Tensor& set_size(const Tensor& tensor, c10::IntArrayRef sizes, std::option
   auto& storage = impl->unsafe_storage();
   if (storage.nbytes() >= bytes) return tensor;
   const c10::DeviceGuard guard(tensor.device());
-  auto memory = DeviceMemory::get().allocate(bytes);
-  if (storage.nbytes() > 0) DeviceMemory::get().copy_data(memory.get(), storage.data(), storage.nbytes());
+  wait_for_current_stream(tensor.device());
+  auto memory = DeviceAllocator::get().allocate(bytes);
+  if (storage.nbytes() > 0) DeviceAllocator::get().copy_data(memory.get(), storage.data(), storage.nbytes());
   storage.set_data_ptr_noswap(std::move(memory));
   storage.set_nbytes(bytes);
   return tensor;
@@ -204,6 +312,10 @@ Tensor copy_and_resize(const Tensor& from, const Tensor& to) {
   if (to.sizes() != from.sizes()) set_size(to, from.sizes(), std::nullopt);
   auto into = to;
   return copy(into, from, false);
+}
+
+void record_stream(Tensor& tensor, at::Stream stream) {
+  Guard().recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
 // The device of an operator's arguments. Throws where they are on several, which none may be but scalars and indices.
@@ -221,7 +333,7 @@ c10::Device device_of_arguments(const c10::OperatorHandle& op, const torch::jit:
     if (!argument->isTensorList()) continue;
     for (const Tensor& tensor : argument->toTensorList()) check(tensor);
   }
-  return found.value_or(c10::Device(c10::kCUDA, current));
+  return found.value_or(c10::Device(c10::kCUDA, current_device()));
 }
 
 void compute_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -231,6 +343,12 @@ void compute_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     auto& value = (*stack)[stack->size() - arguments.size() + i];
     if (arguments[i].name() == "generator" && value.isNone()) value = generator_of(device.index());
   }
+  wait_for_current_stream(device);
+  const c10::DeviceGuard guard(device);
+  struct InOperator {
+    const bool before = std::exchange(in_operator, true);
+    ~InOperator() { in_operator = before; }
+  } const here;
   at::native::cpu_fallback(op, stack);
 }
 
@@ -243,13 +361,14 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("view", &at::native::view);
   library.impl("_reshape_alias", &at::native::_reshape_alias);
+  library.impl("record_stream", &record_stream);
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute_on_cpu>()); }
 
 const c10::impl::DeviceGuardImplRegistrar kGuard(c10::kCUDA, new Guard);
 const bool kAllocator = [] {
-  c10::SetAllocator(c10::kCUDA, &DeviceMemory::get());
+  c10::SetAllocator(c10::kCUDA, &DeviceAllocator::get());
   return true;
 }();
 

@@ -223,16 +223,28 @@ std::filesystem::path folder_of_this_library() {
 }  // namespace
 
 void* find_in_plugin(const Plugin& plugin, const char* function, std::string& reason) {
-  const auto library = text("liblockstep_", plugin.name, ".so");
-  const auto here = folder_of_this_library() / library;
+  auto library = text("liblockstep_", plugin.name, ".so");
+  const auto folder = folder_of_this_library();
+  if (!std::filesystem::exists(folder / library)) library += ".0";  // an installation for programs, not for builds
+  const auto here = folder / library;
   void* const handle = dlopen(std::filesystem::exists(here) ? here.c_str() : library.c_str(), RTLD_NOW | RTLD_LOCAL);
   void* const found = handle == nullptr ? nullptr : dlsym(handle, function);
   if (found == nullptr) {
-    reason = text(plugin.needed_for, " need ", library, ", which the target lockstep_", plugin.name,
-                  " makes, in a build that was configured with -D", plugin.option,
-                  "=ON and found what this needs: ", dlerror());
+    reason = text(plugin.needed_for, " need liblockstep_", plugin.name, ".so, which lies in ", folder.string(),
+                  " where Lockstep was built with it (-D", plugin.option, "=ON): ", dlerror());
   }
   return found;
+}
+
+void* open_library(std::span<const char* const> names, std::string& reason) {
+  for (const int loaded : {RTLD_NOLOAD, 0}) {
+    for (const char* const name : names) {
+      void* const handle = dlopen(name, RTLD_NOW | RTLD_LOCAL | loaded);
+      if (handle != nullptr) return handle;
+      if (loaded == 0) reason += text(reason.empty() ? "" : "; ", dlerror());
+    }
+  }
+  return nullptr;
 }
 
 const char* version() { return LOCKSTEP_VERSION; }

@@ -63,4 +63,10 @@ Function* function_of_plugin(const Plugin& plugin, const char* function) {
   throw Failure(reason);
 }
 
+// Libraries of others that are loaded when they are first needed.
+
+// Returns a handle for dlsym of the first library among `names` that the process has already, else of the first that
+// can be loaded. If there is none, returns null, and says why in `reason`. It is never unloaded.
+void* open_library(std::span<const char* const> names, std::string& reason);
+
 }  // namespace lockstep

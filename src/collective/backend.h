@@ -2,6 +2,7 @@
 // backend.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -11,6 +12,12 @@
 #include "lockstep/collective/group.h"
 
 namespace lockstep {
+
+// Calls that are enqueued on a GPU.
+struct EnqueuedCalls {
+  std::function<void()> join;  // makes the calls' streams wait for them
+  std::function<bool()> done;
+};
 
 class GroupBackend {
  public:
@@ -26,6 +33,19 @@ class GroupBackend {
 
   // Carries out sends and receives side by side.
   virtual const char* exchange(std::span<const Call> calls, Deadline deadline) = 0;
+
+  // Enqueues calls on a GPU's buffers, side by side. One thread at a time. Throws InvalidArgument by default.
+  virtual EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline);
+
+  // As Group::reaches. One thread at a time.
+  virtual bool reaches(MemoryDevice device, Deadline /*deadline*/) { return device.type == MemoryDevice::Type::host; }
+
+  // Throws what has failed, also where no call waits: PeerLost, during `operation`, for a rank whose process has ended,
+  // and with `also_left` for one that has left. One thread at a time, as `run`.
+  virtual void look(const char* operation, bool also_left) = 0;
+
+  // Waits for all that was enqueued, and throws as it would. Any thread.
+  virtual void synchronize(Deadline /*deadline*/) {}
 
   // A backend of the same kind for other members, of which this rank is one.
   virtual std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const = 0;

@@ -81,6 +81,11 @@ namespace lockstep::collective {
 
 using Kind = Call::Kind;
 
+MemoryDevice device_of(const Call& call) {
+  const bool is_by_output = call.input.count == 0 && call.input.device.type == MemoryDevice::Type::host;
+  return is_by_output ? call.output.device : call.input.device;
+}
+
 bool is_reduction(Kind kind) {
   return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter;
 }
@@ -118,14 +123,15 @@ void require_parts(const Call& call, const char* name, const ConstBuffer& whole,
   if (has_whole) require_count(call, name, whole, all);
 }
 
-void require_host_memory(const Call& call, const ConstBuffer& buffer) {
+void require_memory(const Call& call, const ConstBuffer& buffer) {
   size_of(buffer.dtype);  // throws for a dtype that does not exist
   if (buffer.data == nullptr && buffer.count > 0) {
     throw InvalidArgument(text(name_of(call.kind), ": a buffer of ", words_of(buffer), " has no data"));
   }
-  if (buffer.device.type != MemoryDevice::Type::host) {
+  if (buffer.count > 0 && buffer.device != device_of(call)) {
     throw InvalidArgument(text(name_of(call.kind), ": a buffer of ", words_of(buffer), " is on ",
-                               name_of(buffer.device), "; this Group moves memory of the host: copy it there first"));
+                               name_of(buffer.device), ", the other one on ", name_of(device_of(call)),
+                               "; both must be on one device"));
   }
 }
 
@@ -152,8 +158,8 @@ void check_call(const Call& call, int rank, int size) {
   if (is_message(call) && at_root) {
     throw InvalidArgument(text(name_of(call.kind), ": rank ", rank, " names itself; nothing is sent to oneself"));
   }
-  require_host_memory(call, call.input);
-  require_host_memory(call, call.output);
+  require_memory(call, call.input);
+  require_memory(call, call.output);
   require_dtype(call);
   if (is_reduction(call.kind)) require_operator(call);
   require_length(call, call.counts, size);
@@ -201,6 +207,7 @@ Signature signature_of(const Call& call) {
   return {.kind = call.kind,
           .dtype = call.input.dtype,
           .op = is_reduction(call.kind) ? call.op : ReduceOp::sum,
+          .is_on_gpu = is_on_gpu(call),
           .peer = has_root(call.kind) ? call.peer : 0,
           .shape = shape & Signature::kShape,
           .purpose = call.purpose.hash()};
@@ -214,6 +221,7 @@ std::string Signature::describe() const {
   } else if (kind != Kind::barrier) {
     words += text(" of ", elements, " x ", name_of(dtype));
   }
+  if (is_on_gpu) words += " on a GPU";
   if (is_reduction(kind)) words += text(", ", name_of(op));
   if (has_root(kind)) words += text(", root ", peer);
   if (purpose != 0) words += text(", for ", Purpose::of_hash(static_cast<std::uint32_t>(purpose)).words());
@@ -222,7 +230,7 @@ std::string Signature::describe() const {
 
 SignatureWords pack(const Signature& signature, std::uint32_t sequence) {
   return {static_cast<std::uint64_t>(signature.kind) | static_cast<std::uint64_t>(signature.dtype) << 4 |
-              static_cast<std::uint64_t>(signature.op) << 8 |
+              static_cast<std::uint64_t>(signature.op) << 8 | static_cast<std::uint64_t>(signature.is_on_gpu) << 11 |
               static_cast<std::uint64_t>(signature.peer & 0xfffff) << 12 | static_cast<std::uint64_t>(sequence) << 32,
           signature.shape | static_cast<std::uint64_t>(signature.purpose) << 40};
 }
@@ -230,7 +238,8 @@ SignatureWords pack(const Signature& signature, std::uint32_t sequence) {
 Signature signature_in(const SignatureWords& words) {
   return {.kind = static_cast<Kind>(words[0] & 0xf),
           .dtype = static_cast<DType>(words[0] >> 4 & 0xf),
-          .op = static_cast<ReduceOp>(words[0] >> 8 & 0xf),
+          .op = static_cast<ReduceOp>(words[0] >> 8 & 0x7),
+          .is_on_gpu = (words[0] >> 11 & 1) != 0,
           .peer = static_cast<std::int32_t>(words[0] >> 12 & 0xfffff),
           .shape = words[1] & Signature::kShape,
           .purpose = words[1] >> 40};

@@ -17,8 +17,12 @@ inline bool is_message(const Call& call) { return call.kind == Call::Kind::send 
 
 bool is_reduction(Call::Kind kind);
 
+// Where the call's buffers are. An empty buffer is where the other one is.
+MemoryDevice device_of(const Call& call);
+inline bool is_on_gpu(const Call& call) { return device_of(call).type != MemoryDevice::Type::host; }
+
 // Throws InvalidArgument where the call is wrong on this rank alone. Its root or peer is out of range, its buffers are
-// too small or of another dtype, or its counts do not fit.
+// too small, of another dtype or on two devices, or its counts do not fit.
 void check_call(const Call& call, int rank, int size);
 
 // All ranks' calls must have these in common.
@@ -26,6 +30,7 @@ struct Signature {
   Call::Kind kind{};
   DType dtype{};
   ReduceOp op{};
+  bool is_on_gpu = false;
   std::int32_t peer = 0;
   std::uint64_t shape : 40 =
       0;  // elements where all ranks have equally many; with counts, their hash and the bit kCounts
@@ -42,7 +47,7 @@ Signature signature_of(const Call& call);
 
 // A signature as it is sent, with the call's sequence number.
 //
-//   bits of word 0: kind 0-3 | dtype 4-7 | operator 8-11 | root or peer 12-31 | sequence 32-63
+//   bits of word 0: kind 0-3 | dtype 4-7 | operator 8-10 | on a GPU 11 | root or peer 12-31 | sequence 32-63
 //   bits of word 1: shape 0-39 | purpose 40-63
 using SignatureWords = std::array<std::uint64_t, 2>;
 SignatureWords pack(const Signature& signature, std::uint32_t sequence = 0);

@@ -63,6 +63,7 @@ class DirectGroup : public GroupBackend {
   const char* run(const Call& call, Deadline deadline) override;
   const char* exchange(std::span<const Call> calls, Deadline deadline) override;
   std::vector<Memory> allocate_shared(std::size_t bytes, Deadline deadline) override;
+  void look(const char* operation, bool also_left) override { member_->look(operation, also_left); }
   void fail(const Failure& failure) override { member_->fail(failure); }
 
  protected:

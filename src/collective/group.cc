@@ -25,6 +25,11 @@ bool packs_with(const Call& a, const Call& b) {
 
 }  // namespace
 
+EnqueuedCalls GroupBackend::enqueue(std::span<const Call> calls, Deadline /*deadline*/) {
+  throw InvalidArgument(text(name_of(calls[0].kind), ": the buffer is on ", name_of(collective::device_of(calls[0])),
+                             "; this Group moves memory of the host: take with_gpus of it"));
+}
+
 Memory collective::private_memory(std::size_t bytes) {
   constexpr std::size_t kPage = 4096;
   auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kPage, (bytes / kPage + 1) * kPage));
@@ -58,7 +63,20 @@ struct Group::State {
   }
 
   void check(const std::vector<Call>& calls) const {
-    for (const auto& call : calls) collective::check_call(call, backend->rank(), backend->size());
+    for (const auto& call : calls) {
+      collective::check_call(call, backend->rank(), backend->size());
+      if (collective::device_of(call) == collective::device_of(calls[0])) continue;
+      throw InvalidArgument(text("calls that are made together have buffers on ",
+                                 name_of(collective::device_of(calls[0])), " and on ",
+                                 name_of(collective::device_of(call)), "; all must be on one device"));
+    }
+  }
+
+  EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline) {
+    EnqueuedCalls enqueued;
+    in_turn(ticket_lock.take_number(), deadline, name_of(calls[0].kind),
+            [&] { enqueued = backend->enqueue(calls, deadline); });
+    return enqueued;
   }
 
   void run_grouped(const std::vector<Call>& calls, Deadline deadline);
@@ -127,6 +145,7 @@ Group Group::with_backend(std::shared_ptr<GroupBackend> backend) const {
 
 void Group::run(const Call& call, Deadline deadline) const {
   collective::check_call(call, rank(), size());
+  if (collective::is_on_gpu(call)) return state_->enqueue({&call, 1}, deadline).join();
   state_->in_turn(state_->ticket_lock.take_number(), deadline, name_of(call.kind),
                   [&] { state_->backend->run(call, deadline); });
 }
@@ -134,6 +153,7 @@ void Group::run(const Call& call, Deadline deadline) const {
 void Group::run(const std::vector<Call>& calls, Deadline deadline) const {
   if (calls.empty()) return;
   state_->check(calls);
+  if (collective::is_on_gpu(calls[0])) return state_->enqueue(calls, deadline).join();
   state_->in_turn(state_->ticket_lock.take_number(), deadline, name_of(calls[0].kind),
                   [&] { state_->run_grouped(calls, deadline); });
 }
@@ -143,6 +163,12 @@ Work Group::start(Call call, Deadline deadline) const { return start(std::vector
 Work Group::start(std::vector<Call> calls, Deadline deadline) const {
   state_->check(calls);
   for (auto& call : calls) call.called = Deadline::Clock::now();
+  if (!calls.empty() && collective::is_on_gpu(calls[0])) {
+    auto work = std::make_shared<Work::State>();
+    const auto enqueued = state_->enqueue(calls, deadline);
+    work->enqueued = {.join = [state = state_, enqueued] { enqueued.join(); }, .done = enqueued.done};
+    return Work(std::move(work));
+  }
   auto* const state = state_.get();  // its destructor waits for the progress thread
   return state->progress.add([&]() -> std::function<void()> {
     return [state, deadline, calls = std::move(calls), number = state->ticket_lock.take_number()] {
@@ -177,6 +203,21 @@ std::vector<Memory> Group::allocate_shared(std::size_t bytes, Deadline deadline)
                   [&] { parts = state_->backend->allocate_shared(bytes, deadline); });
   return parts;
 }
+
+bool Group::reaches(MemoryDevice device, Deadline deadline) const {
+  bool result = false;
+  state_->in_turn(state_->ticket_lock.take_number(), deadline, "reaches",
+                  [&] { result = state_->backend->reaches(device, deadline); });
+  return result;
+}
+
+void Group::check(Deadline deadline) const {
+  constexpr const char* kOperation = "a check";
+  state_->in_turn(state_->ticket_lock.take_number(), deadline, kOperation,
+                  [&] { state_->backend->look(kOperation, /*also_left=*/false); });
+}
+
+void Group::synchronize(Deadline deadline) const { state_->backend->synchronize(deadline); }
 
 std::int64_t Group::next_number() const { return state_->numbered++; }
 

@@ -86,6 +86,14 @@ class HierarchicalGroup final : public GroupBackend {
 
   Memory allocate(std::size_t bytes) override { return local_->allocate(bytes); }
 
+  void look(const char* operation, bool also_left) override {
+    linked([&] {
+      global_->look(operation, also_left);
+      local_->look(operation, also_left);
+      return "";
+    });
+  }
+
   void fail(const Failure& failure) override {
     local_->fail(failure);
     global_->fail(failure);

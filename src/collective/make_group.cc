@@ -46,8 +46,8 @@ namespace {
 // The options that must be equal on all ranks, one a line.
 std::string describe(const GroupOptions& options) {
   return text("backend ", options.backend, "\nnetwork ", options.network, "\nimplementation ",
-              name_of(options.implementation), "\nbytes_per_pack ", options.bytes_per_pack, "\nchecked_calls ",
-              options.checked_calls);
+              name_of(options.implementation), "\ngpu_backend ", options.gpu_backend, "\nbytes_per_pack ",
+              options.bytes_per_pack, "\nchecked_calls ", options.checked_calls);
 }
 
 void require_same(const std::string& first, int rank, const std::string& other) {
@@ -152,8 +152,9 @@ Group make_group(const World& world, const Store& store, const GroupOptions& opt
   const auto deadline = Deadline::after(std::chrono::duration<double>(options.timeout_seconds));
   cluster::StoreBootstrap members(world, store, deadline);
   try {
-    Group group(make_backend(members, {world.host, world.address, store.access()}, options, deadline),
-                options.bytes_per_pack);
+    const Group in_host_memory(make_backend(members, {world.host, world.address, store.access()}, options, deadline),
+                               options.bytes_per_pack);
+    auto group = with_gpus(in_host_memory, options.gpu_backend);
     if (collective::timeline_is_wanted()) group = collective::with_published_timeline(group, store, deadline);
     return group.backend() == "shm" || options.checked_calls == 0 ? group : with_checks(group, options.checked_calls);
   } catch (const DeadlineExceeded&) {

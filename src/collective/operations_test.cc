@@ -6,6 +6,8 @@
 #include <cstring>
 #include <random>
 
+#include "base/text.h"
+#include "collective/gpus/gpus_testing.h"
 #include "collective/ranks_testing.h"
 #include "kernels/half.h"
 
@@ -119,13 +121,14 @@ struct Setting {
   std::string backend;
   Implementation implementation = Implementation::automatic;
   int ranks_per_host = 1 << 20;
-  std::string network = "tcp";
+  std::string network = "tcp", gpu_backend = {};  // with a gpu_backend buffers are moved through GPUs
 };
 
-std::string name_of(const Setting& setting) {
-  std::string name = setting.backend + "_" + lockstep::name_of(setting.implementation);
-  if (setting.backend == "hierarchical") name += "_" + std::to_string(setting.ranks_per_host) + "_" + setting.network;
-  return name;
+std::string name_of(const std::tuple<Setting, int>& parameter) {
+  const auto& [setting, size] = parameter;
+  const auto& [backend, implementation, per_host, network, gpu_backend] = setting;
+  return text(backend, "_", lockstep::name_of(implementation), gpu_backend.empty() ? "" : "_gpus_" + gpu_backend,
+              backend == "hierarchical" ? text("_", per_host, "_", network) : "", "_", size);
 }
 
 class AnyGroup : public testing::TestWithParam<std::tuple<Setting, int>> {
@@ -133,11 +136,11 @@ class AnyGroup : public testing::TestWithParam<std::tuple<Setting, int>> {
   int size() const { return std::get<1>(GetParam()); }
 
   void on_ranks(const std::function<void(const Group&)>& body) const {
-    const auto& setting = std::get<0>(GetParam());
-    RankOptions options{.size = size(), .ranks_per_host = setting.ranks_per_host};
-    options.group.backend = setting.backend;
-    options.group.implementation = setting.implementation;
-    options.group.network = setting.network;
+    const auto& [backend, implementation, per_host, network, gpu_backend] = std::get<0>(GetParam());
+    RankOptions options{.size = size(), .ranks_per_host = per_host, .wrap = gpus::through_gpus(gpu_backend)};
+    options.group.backend = backend;
+    options.group.implementation = implementation;
+    options.group.network = network;
     options.group.heap_bytes = 64 << 20;
     expect_no_errors(run_ranks(options, body));
   }
@@ -163,8 +166,7 @@ TEST_P(AnyGroup, Reductions) {
           const int root = number % group.size();
           const auto mine = inputs(group.rank(), count, op);
           const auto trace = [&](const char* what) {
-            return std::string(what) + " of " + std::to_string(count) + " " + lockstep::name_of(dtype) + " " +
-                   lockstep::name_of(op);
+            return text(what, " of ", count, " ", lockstep::name_of(dtype), " ", lockstep::name_of(op));
           };
           const Field all(group, dtype, mine, shared);
           group.all_reduce(all.buffer(), op, soon());
@@ -177,8 +179,8 @@ TEST_P(AnyGroup, Reductions) {
           ASSERT_TRUE(given.holds(mine)) << trace("reduce, input");
 
           const auto whole = count * static_cast<std::size_t>(size());
-          const Field parts(group, dtype, inputs(group.rank(), whole, op), shared),
-              part(group, dtype, Values(count), shared);
+          const Field parts(group, dtype, inputs(group.rank(), whole, op), shared);
+          const Field part(group, dtype, Values(count), shared);
           group.reduce_scatter(parts.buffer(), part.buffer(), op, soon());
           const auto begin = count * static_cast<std::size_t>(group.rank());
           ASSERT_TRUE(part.holds(reductions(op, size(), begin, begin + count))) << trace("reduce_scatter");
@@ -375,7 +377,10 @@ std::vector<Setting> settings() {
   std::vector<Setting> all{{"threads"},
                            {"shm"},
                            {"hierarchical", Implementation::automatic, 2},
-                           {"hierarchical", Implementation::automatic, 3}};
+                           {"hierarchical", Implementation::automatic, 3},
+                           {.backend = "threads", .gpu_backend = "nccl"},
+                           {.backend = "tcp", .gpu_backend = "nccl"},
+                           {.backend = "shm", .gpu_backend = "host"}};
   for (int i = 0; i <= static_cast<int>(Implementation::reduction_to_one_device); ++i) {
     all.push_back({"tcp", static_cast<Implementation>(i)});
   }
@@ -389,9 +394,7 @@ std::vector<Setting> settings() {
 
 INSTANTIATE_TEST_SUITE_P(Backends, AnyGroup,
                          testing::Combine(testing::ValuesIn(settings()), testing::Range(1, kMostRanks + 1)),
-                         [](const auto& test) {
-                           return name_of(std::get<0>(test.param)) + "_" + std::to_string(std::get<1>(test.param));
-                         });
+                         [](const auto& test) { return name_of(test.param); });
 
 }  // namespace
 }  // namespace lockstep::collective

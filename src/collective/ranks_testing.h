@@ -24,6 +24,7 @@ struct RankOptions {
   int size = 2;
   GroupOptions group;
   int ranks_per_host = 1 << 20;  // of ranks in order
+  std::function<Group(const Group&)> wrap = [](const Group& made) { return made; };
 };
 
 // Runs body(group) on one thread a rank; element r is what rank r threw.
@@ -38,11 +39,11 @@ inline std::vector<std::exception_ptr> run_ranks(const RankOptions& options,
     threads.emplace_back([&, rank] {
       try {
         const auto index = static_cast<std::size_t>(rank);
-        if (!threads_groups.empty()) return body(threads_groups[index]);
+        if (!threads_groups.empty()) return body(options.wrap(threads_groups[index]));
         const World world{
             .rank = rank, .size = options.size, .host = "host " + std::to_string(rank / options.ranks_per_host)};
-        body(make_group(world, Store::connect(store.address(), Deadline::after(std::chrono::seconds(30))),
-                        options.group));
+        body(options.wrap(make_group(world, Store::connect(store.address(), Deadline::after(std::chrono::seconds(30))),
+                                     options.group)));
       } catch (...) {
         errors[static_cast<std::size_t>(rank)] = std::current_exception();
       }

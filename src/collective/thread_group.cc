@@ -6,6 +6,7 @@
 #include "base/mutex.h"
 #include "base/text.h"
 #include "collective/direct_group.h"
+#include "lockstep/collective/group_wrappers.h"
 #include "transport/connections.h"
 
 namespace lockstep {
@@ -71,7 +72,8 @@ std::vector<Group> make_thread_groups(int size, int spin) {
   const auto space = std::make_shared<transport::SharedSpace>(collective::DirectGroup::layout(size));
   std::vector<Group> groups;
   for (int rank = 0; rank < size; ++rank) {
-    groups.emplace_back(std::make_shared<ThreadGroup>(space, rank, transport::SpinThenBlock{.spins = spin}, 0));
+    const auto backend = std::make_shared<ThreadGroup>(space, rank, transport::SpinThenBlock{.spins = spin}, 0);
+    groups.push_back(with_gpus(Group(backend)));
   }
   return groups;
 }

@@ -10,12 +10,14 @@ void Work::State::finish(std::exception_ptr why) {
 }
 
 void Work::wait() const {
+  if (state_->enqueued.join) return state_->enqueued.join();
   MutexLock lock(state_->mutex);
   while (!state_->done) state_->finished.wait(state_->mutex);
   if (state_->error) std::rethrow_exception(state_->error);
 }
 
 bool Work::done() const {
+  if (state_->enqueued.done) return state_->enqueued.done();
   MutexLock lock(state_->mutex);
   return state_->done;
 }

@@ -10,12 +10,13 @@
 #include <thread>
 
 #include "base/mutex.h"
+#include "collective/backend.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/collective/group.h"
 
 namespace lockstep {
 
-// Set once by the thread that carries the operation out.
+// Set once by the thread that carries the operation out. Of calls on a GPU: made when they are enqueued.
 struct Work::State {
   void finish(std::exception_ptr error);
 
@@ -23,6 +24,7 @@ struct Work::State {
   CondVar finished;
   bool done LOCKSTEP_GUARDED_BY(mutex) = false;
   std::exception_ptr error LOCKSTEP_GUARDED_BY(mutex);
+  EnqueuedCalls enqueued = {};  // constant; empty in host memory
 };
 
 namespace collective {

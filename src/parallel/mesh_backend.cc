@@ -187,6 +187,26 @@ const char* MeshBackend::exchange(std::span<const Call> calls, Deadline deadline
   return translated(mesh_ranks_, [&] { return inner().exchange(calls, deadline); });
 }
 
+EnqueuedCalls MeshBackend::enqueue(std::span<const Call> calls, Deadline deadline) {
+  return translated(mesh_ranks_, [&] {
+    auto enqueued = inner().enqueue(calls, deadline);
+    enqueued.join = [this, join = std::move(enqueued.join)] { translated(mesh_ranks_, join); };
+    return enqueued;
+  });
+}
+
+bool MeshBackend::reaches(MemoryDevice device, Deadline deadline) {
+  return translated(mesh_ranks_, [&] { return inner().reaches(device, deadline); });
+}
+
+void MeshBackend::look(const char* operation, bool also_left) {
+  translated(mesh_ranks_, [&] { inner().look(operation, also_left); });
+}
+
+void MeshBackend::synchronize(Deadline deadline) {
+  translated(mesh_ranks_, [&] { inner().synchronize(deadline); });
+}
+
 class Rehearsal::Backend final : public GroupBackend {
  public:
   Backend(int ranks, int rank) : ranks_(ranks), rank_(rank) {}
@@ -215,6 +235,7 @@ class Rehearsal::Backend final : public GroupBackend {
     return std::make_shared<Backend>(members.size(), members.rank());
   }
   Memory allocate(std::size_t bytes) override { return collective::private_memory(bytes); }
+  void look(const char* /*operation*/, bool /*also_left*/) override {}
   void fail(const Failure& /*failure*/) override {}
 
   std::vector<Counted> take() { return std::exchange(counted_, {}); }

@@ -58,6 +58,10 @@ class MeshBackend final : public collective::Wrapper {
 
   const char* run(const Call& call, Deadline deadline) override;
   const char* exchange(std::span<const Call> calls, Deadline deadline) override;
+  EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline) override;
+  bool reaches(MemoryDevice device, Deadline deadline) override;
+  void look(const char* operation, bool also_left) override;
+  void synchronize(Deadline deadline) override;
 
   // Fails the others as well: ranks that wait in them would not learn of it.
   void fail(const Failure& failure) override;

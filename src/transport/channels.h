@@ -63,6 +63,10 @@ class Channels {
 
   // Raises the first failure.
   virtual void check() = 0;
+
+  // As check, and raises PeerLost, during `operation`, for a rank that has ended, or, with `also_left`, has left.
+  // As exchange.
+  virtual void look(const char* operation, bool also_left) = 0;
 };
 
 }  // namespace lockstep::transport

@@ -102,6 +102,15 @@ void FailureChannel::wait(std::span<pollfd> channels, std::span<const int> late,
   }
 }
 
+void FailureChannel::look(const char* operation, bool also_left) {
+  listen({}, Deadline::after(std::chrono::seconds(0)));
+  check();
+  for (int r = 0; r < size(); ++r) {
+    const auto& link = links_[static_cast<std::size_t>(r)];
+    if (link.ended && (also_left || !link.left)) lost(r, operation);
+  }
+}
+
 void FailureChannel::give_up(std::span<const int> late, Deadline deadline, const char* operation) {
   find_to_blame(late, deadline.waited().count(), operation);
 }

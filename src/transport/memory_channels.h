@@ -51,6 +51,7 @@ class MemoryChannels final : public Channels {
     member_->give_up(member_->late(late, deadline, operation));
   }
   void check() override { member_->check(); }
+  void look(const char* operation, bool also_left) override { member_->look(operation, also_left); }
 
  private:
   Mailbox& mailbox(int from, int to) const;

@@ -47,6 +47,10 @@ class FailureChannel {
       raise();
   }
 
+  // Receives what the other ranks have sent. Raises the failure that is kept, and PeerLost for a rank that is gone
+  // without a goodbye, or with one if `also_left`.
+  void look(const char* operation, bool also_left);
+
   // Returns when poll(2) reports an event on `channels`; raises the failure that is kept, and DeadlineExceeded. `late`:
   // the ranks that are waited for.
   void wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation);
@@ -133,6 +137,7 @@ class SocketChannels final : public Channels {
     failure_channel_.give_up(late, deadline, operation);
   }
   void check() override { failure_channel_.check(); }
+  void look(const char* operation, bool also_left) override { failure_channel_.look(operation, also_left); }
 
  private:
   struct Header;

@@ -112,20 +112,35 @@ SpaceMember::SpaceMember(std::shared_ptr<SharedSpace> space, int rank, std::int6
 
 SpaceMember::~SpaceMember() { space_->control_block(rank_).left.store(1, std::memory_order_release); }
 
+bool SpaceMember::has_left(int rank) const {
+  return space_->control_block(rank).left.load(std::memory_order_acquire) != 0;
+}
+
+bool SpaceMember::is_dead(int rank) const {
+  if (count(rank) >= pidfds_.size() || !pidfds_[count(rank)].open()) return false;
+  pollfd pidfd{pidfds_[count(rank)].get(), POLLIN, 0};
+  return poll(&pidfd, 1, 0) > 0;
+}
+
+void SpaceMember::look(const char* operation, bool also_left) {
+  check();
+  for (int r = 0; r < size(); ++r) {
+    const bool left = r != rank_ && has_left(r);
+    if (r != rank_ && (left ? also_left : is_dead(r))) give_up(lost(r, left, operation));
+  }
+}
+
+Failure SpaceMember::lost(int rank, bool left, const char* operation) const {
+  const auto how = text(left ? "it left the group" : "its process ended", " during ", operation);
+  return Failure::peer_lost(name_of(rank_), name_of(rank), how);
+}
+
 std::optional<SpaceMember::Trouble> SpaceMember::trouble(std::span<const int> late, Deadline deadline,
                                                          const char* operation) const {
   if (space_->header().failure_state.load(std::memory_order_acquire) != 0) return Trouble{first_failure()};
   for (const int r : late) {
-    const bool left = space_->control_block(r).left.load(std::memory_order_acquire) != 0;
-    bool dead = false;
-    if (!left && count(r) < pidfds_.size() && pidfds_[count(r)].open()) {
-      pollfd pidfd{pidfds_[count(r)].get(), POLLIN, 0};
-      dead = poll(&pidfd, 1, 0) > 0;
-    }
-    if (left || dead) {
-      const auto how = text(left ? "it left the group" : "its process ended", " during ", operation);
-      return Trouble{Failure::peer_lost(name_of(rank_), name_of(r), how), r};
-    }
+    const bool left = has_left(r);
+    if (left || is_dead(r)) return Trouble{lost(r, left, operation), r};
   }
   if (!deadline.passed()) return std::nullopt;
   return Trouble{this->late(late, deadline, operation)};

@@ -161,6 +161,10 @@ class SpaceMember {
     std::atomic<std::uint32_t>& remote_access_;
   };
 
+  // Raises the first failure, or PeerLost, during `operation`, for a rank whose process ended before it left, or, with
+  // `also_left`, that has left.
+  void look(const char* operation, bool also_left);
+
   // The first failure is kept, on all ranks.
   void fail(const Failure& failure);
 
@@ -171,6 +175,9 @@ class SpaceMember {
   }
 
  private:
+  bool has_left(int rank) const;
+  bool is_dead(int rank) const;  // its process has ended
+  Failure lost(int rank, bool left, const char* operation) const;
   Failure first_failure() const;
   int name_of(int rank) const { return names_.empty() ? rank : names_[static_cast<std::size_t>(rank)]; }
   [[noreturn]] void raise() const;

@@ -9,8 +9,12 @@
 // a new Group. After a throw the buffers belong to the caller again. Memory from `allocate` between processes does not:
 // another rank may still write its part of the result there.
 //
+// Buffers may be on a GPU, the same one in all calls of a rank. A call is then enqueued in the order of the stream that
+// it names, and returns before it is done. Where it fails, buffers have no meaning, and later calls and `check` throw.
+//
 // Results do not depend on timing: every rank gets the same bits, and gets them again in the next run. float16 and
-// bfloat16 are summed in float32. mean is the sum divided by size(); integers round towards zero.
+// bfloat16 are summed in float32 (by NCCL rounded at each hop). mean is the sum divided by size(); integers round
+// towards zero.
 #pragma once
 
 #include <functional>
@@ -54,6 +58,7 @@ struct Call {
   Deadline::Clock::time_point called{};  // set by Group::start
   std::shared_ptr<const std::string> tensors = {};  // names of what it moves, for timelines; may be null
   Purpose purpose = {};                             // of the call; equal on all ranks
+  void* stream = nullptr;  // a cudaStream_t, where buffers are on a GPU; null: CUDA's default stream
 
   // Returns when every rank has called it.
   static Call barrier();
@@ -95,7 +100,8 @@ class Work {
   struct State;
   explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
-  // Waits until the operation has ended, by its own deadline at the latest, and throws what it threw.
+  // Waits until the operation has ended, by its own deadline at the latest, and throws what it threw. On a GPU the
+  // calls' streams wait in the place of the caller.
   void wait() const;
   bool done() const;
 
@@ -103,15 +109,13 @@ class Work {
   std::shared_ptr<State> state_;
 };
 
-// Memory for `allocate`: freed with the last copy.
-using Memory = std::shared_ptr<std::byte[]>;
-
+using Memory = std::shared_ptr<std::byte[]>;  // of `allocate`: freed with the last copy
 class GroupBackend;
 
 // Every operation throws
 //   InvalidArgument when the ranks' calls differ, naming one that does: on all ranks where they share memory or are
 //     checked (with_checks); else on those that notice, and the others are Aborted. And when this rank's buffers do not
-//     fit the operation, or are not in the host's memory;
+//     fit the operation, or are where the Group cannot move them;
 //   PeerLost when another rank's process ended or it left the group;
 //   DeadlineExceeded, naming the ranks that were waited for, when the others have not come by the deadline;
 //   Aborted once `abort` was called, here or on another rank.
@@ -132,7 +136,8 @@ class Group {
   // are packed into few. Results are as one after the other. Follows ncclGroupStart and Horovod's grouped_allreduce.
   void run(const std::vector<Call>& calls, Deadline deadline) const;
 
-  // Starts calls and does not wait. The buffers belong to the operation until it is done.
+  // Starts calls and does not wait. The buffers belong to the operation until it is done. Calls on a GPU are enqueued
+  // at once, by the caller's thread; their streams see the results after Work::wait.
   Work start(Call call, Deadline deadline) const;
   Work start(std::vector<Call> calls, Deadline deadline) const;
 
@@ -169,6 +174,15 @@ class Group {
   // Returns the number of earlier calls on this rank. This numbers objects, such as pipelines, that all ranks make over
   // a Group in one order. Not collective. Any thread.
   std::int64_t next_number() const;
+
+  // True where buffers on `device`, this rank's, go from device to device; else they go through host memory.
+  // Collective.
+  bool reaches(MemoryDevice device, Deadline deadline) const;
+
+  // check: throws what has made the Group fail, and PeerLost where another rank's process has ended: a call on a GPU
+  // fails after it returned. synchronize: returns when all calls on a GPU that this rank has made are done, or throws.
+  void check(Deadline deadline) const;
+  void synchronize(Deadline deadline) const;
 
   // Wakes every rank that waits in an operation, now or later, with Aborted(reason). The first reason is kept.
   void abort(const std::string& reason) const;

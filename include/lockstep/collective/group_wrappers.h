@@ -1,4 +1,5 @@
-// Groups over a Group: checks that all ranks make the same calls, a timeline of what ran when, and faults for tests.
+// Groups over a Group: buffers on GPUs, checks that all ranks make the same calls, a timeline of what ran when, and
+// faults for tests.
 // Torch-free. Each wrapper takes the place of the Group that it wraps, which must not be used beside it.
 #pragma once
 
@@ -10,6 +11,18 @@
 #include "lockstep/collective/group.h"
 
 namespace lockstep {
+
+// Also moves buffers on GPUs, by `gpu_backend`, which is equal on all ranks:
+//
+//   "nccl"  from GPU to GPU by NCCL 2.27 or newer, a GPU a rank; int16, which NCCL lacks, is reduced as by "host"
+//   "host"  through host memory, by the group that it wraps; each call waits for its stream
+//   "auto"  by NCCL where every rank can, else through host memory, with a warning that says why
+//
+// LOCKSTEP_NCCL_LIBRARY names the library, else it is libnccl.so.2: LibTorch's, or the site's. The first call on a GPU
+// is collective, and throws InvalidArgument on all ranks where one of them has no NCCL for "nccl". Groups that are
+// split from it move such buffers too. Throws InvalidArgument for another gpu_backend. Follows torch.distributed's
+// backend "cpu:gloo,cuda:nccl".
+Group with_gpus(const Group& group, const std::string& gpu_backend = "auto");
 
 // Before a collective call every rank tells its call. All throw InvalidArgument, naming every rank that differs from
 // most. Checks the first `calls` calls, or all where it is negative. Costs one all_gather of 16 bytes a call. All ranks

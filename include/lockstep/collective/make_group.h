@@ -41,6 +41,9 @@ struct GroupOptions {
   // site's own (1.22 or newer) in CMAKE_PREFIX_PATH.
   std::string network = "tcp";
 
+  // How buffers on GPUs are moved (with_gpus in group_wrappers.h): "nccl", "host" or "auto".
+  std::string gpu_backend = "auto";
+
   Implementation implementation = Implementation::automatic;
 
   std::size_t bytes_per_pack = Group::kBytesPerPack;  // of grouped all_reduces; see Group

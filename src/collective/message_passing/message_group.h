@@ -34,6 +34,8 @@ class MessageGroup final : public GroupBackend {
   // `members`.
   const char* run_among(const std::vector<int>& members, const Call& call, std::uint32_t sequence, Deadline deadline);
 
+  void look(const char* operation, bool also_left) override { channels_->look(operation, also_left); }
+
   // As Channels::check and Channels::give_up.
   void check() { channels_->check(); }
   void give_up(std::span<const int> late, Deadline deadline, const char* operation) {

@@ -20,14 +20,22 @@ class Checks final : public collective::Wrapper {
   }
 
   const char* run(const Call& call, Deadline deadline) override {
-    if (left_ != 0 && !collective::is_message(call)) {
-      if (left_ > 0) --left_;
-      collective::on_behalf_of(call, [&] { compare(collective::signature_of(call), deadline); });
-    }
+    check_call(call, deadline);
     return collective::Wrapper::run(call, deadline);
   }
 
+  EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline) override {
+    for (const auto& call : calls) check_call(call, deadline);
+    return collective::Wrapper::enqueue(calls, deadline);
+  }
+
  private:
+  void check_call(const Call& call, Deadline deadline) {
+    if (left_ == 0 || collective::is_message(call)) return;
+    if (left_ > 0) --left_;
+    collective::on_behalf_of(call, [&] { compare(collective::signature_of(call), deadline); });
+  }
+
   void compare(const collective::Signature& signature, Deadline deadline) {
     auto mine = pack(signature);
     std::vector<collective::SignatureWords> all(static_cast<std::size_t>(size()));

@@ -19,6 +19,12 @@ class Wrapper : public GroupBackend {
   const char* exchange(std::span<const Call> calls, Deadline deadline) override {
     return inner_->exchange(calls, deadline);
   }
+  EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline) override {
+    return inner_->enqueue(calls, deadline);
+  }
+  bool reaches(MemoryDevice device, Deadline deadline) override { return inner_->reaches(device, deadline); }
+  void look(const char* operation, bool also_left) override { inner_->look(operation, also_left); }
+  void synchronize(Deadline deadline) override { inner_->synchronize(deadline); }
   std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override {
     return inner_->make(members, deadline);
   }

@@ -110,6 +110,7 @@ class UcxChannels final : public Channels {
     failure_channel_.give_up(late, deadline, operation);
   }
   void check() override { failure_channel_.check(); }
+  void look(const char* operation, bool also_left) override { failure_channel_.look(operation, also_left); }
 
  private:
   template <class Done>

@@ -1,0 +1,64 @@
+// Watches the calls that a rank has enqueued on its GPU: the host does not wait for them, so nobody else would notice
+// one that never ends.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/mutex.h"
+#include "collective/gpus/cuda.h"
+#include "lockstep/collective/group.h"
+
+namespace lockstep::collective::gpus {
+
+// One call, or several that were enqueued together.
+struct WatchedCall {
+  Call::Kind kind;
+  std::int64_t number;  // counted from 1
+  Moment end;
+  Deadline deadline;
+};
+
+class Watch {
+ public:
+  // `problem` is asked now and then while calls run, and returns true where they can no longer end. It is told how long
+  // the first of them has run. `on_late` is called for a call whose deadline has passed. After each of these the watch
+  // ends, and no call is waited for.
+  struct Events {
+    std::function<bool(Deadline::Clock::duration runs)> problem;
+    std::function<void(const WatchedCall&)> on_late;
+    std::function<void(const std::string& why)> on_error;  // of the device
+  };
+
+  explicit Watch(Events events) : events_(std::move(events)) {}
+  ~Watch();  // calls that still run are no longer watched
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  void add(WatchedCall call);
+  bool is_idle();  // no call runs
+
+  // Returns true when no call runs, or the watch has ended; false where the deadline passed before.
+  bool wait_for_all(Deadline deadline);
+
+ private:
+  std::optional<WatchedCall> next();
+  std::optional<WatchedCall> late();
+  bool ends();
+  bool has_ended(const WatchedCall& call);
+  void loop();
+
+  const Events events_;
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<WatchedCall> running_ LOCKSTEP_GUARDED_BY(mutex_);
+  bool ends_ LOCKSTEP_GUARDED_BY(mutex_) = false;
+  std::jthread thread_;  // begins with the first call
+};
+
+}  // namespace lockstep::collective::gpus
