@@ -1,5 +1,7 @@
-// `lockstep run -n 2 gpu_ranks_test` runs this test: its ranks are processes that share a GPU. Fails without a GPU.
+// `lockstep run -n 2 gpu_ranks_test` runs this test: its ranks are processes, which share a GPU where there is one, and
+// have one each where there are more. Fails without a GPU.
 #include <ATen/ATen.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gtest/gtest.h>
 #include <lockstep/ddp.h>
 #include <torch/nn/functional/loss.h>
@@ -22,7 +24,11 @@ class GpuRanks : public testing::Test {
   void SetUp() override {
     ASSERT_TRUE(at::hasCUDA()) << "this machine has no GPU that LibTorch can use";
     ASSERT_EQ(job_.size(), 2) << "run it with `lockstep run -n 2`";
+    const auto* const devices = c10::impl::getDeviceGuardImpl(at::kCUDA);
+    devices->setDevice({at::kCUDA, static_cast<c10::DeviceIndex>(job_.rank() % devices->deviceCount())});
   }
+
+  static std::string device() { return c10::impl::getDeviceGuardImpl(at::kCUDA)->getDevice().str(); }
 
   Communicator ranks() const { return {job_.group(), 60}; }
 
@@ -223,7 +229,7 @@ TEST_F(GpuRanks, FitsOnMeshesAsOneCpu) {
     ModelParallelOptions options;
     if (std::string(axis) == "tensor") options.plan = transformer_plan();
     if (std::string(axis) == "shard") options.fully_shard.units = {"1", "2"};
-    options.device = "cuda:0";
+    options.device = device();
     const auto expected = fitted(OneDeviceStrategy("cpu:0"), of_layers);
     const auto trained = fitted(ModelParallelStrategy(DeviceMesh({{axis, 2}}), options), of_layers);
     for (const auto& [name, value] : trained.weights)
@@ -251,7 +257,7 @@ TEST_F(GpuRanks, WorkersTrainAsOneCpu) {
   const auto expected = fitted(OneDeviceStrategy("cpu:0"));
   for (const bool shards : {false, true}) {
     const MultiWorkerMirroredStrategy strategy({.shard_optimizer_state = shards});
-    EXPECT_EQ(strategy.devices(), std::vector<std::string>{"cuda:0"});
+    EXPECT_EQ(strategy.devices(), std::vector<std::string>{device()});
     EXPECT_TRUE(at::allclose(fitted(strategy), expected, 1e-3, 1e-5));
   }
 }

@@ -6,12 +6,15 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/isfinite.h>
 
+#include <c10/core/Event.h>
+
 #include <algorithm>
 #include <numeric>
 #include <utility>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "ops/tensors.h"
 
 namespace lockstep::gradient {
@@ -26,6 +29,20 @@ bool may_overlap(const Group& group, bool idle_cores) {
   return idle_cores || (group.backend() != "shm" && group.backend() != "threads");
 }
 
+// The current stream of a GPU's tensor in this thread; backward's threads have streams of their own.
+std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
+  if (!tensor.is_cuda()) return std::nullopt;
+  return c10::impl::getDeviceGuardImpl(c10::kCUDA)->getStream(tensor.device());
+}
+
+// Later work of `stream` waits for all that `other` has by now.
+void wait_for(const c10::Stream& stream, const c10::Stream& other) {
+  if (stream == other) return;
+  c10::Event event(c10::kCUDA);
+  event.record(other);
+  event.block(stream);
+}
+
 std::vector<std::int64_t> all_slots(std::size_t count) {  // backward goes from the last to the first, mostly
   std::vector<std::int64_t> order(count);
   std::iota(order.rbegin(), order.rend(), 0);
@@ -33,6 +50,15 @@ std::vector<std::int64_t> all_slots(std::size_t count) {  // backward goes from 
 }
 
 }  // namespace
+
+at::Device device_of_sums(const Communicator& ranks, const std::vector<at::Tensor>& parameters) {
+  const auto first = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
+  const bool is_one_gpu = first.is_cuda() && std::ranges::all_of(parameters, [&](const auto& parameter) {
+                            return parameter.device() == first;
+                          });
+  if (!ranks.all(is_one_gpu)) return at::kCPU;
+  return ranks.group().reaches({MemoryDevice::Type::cuda, first.index()}, ranks.deadline()) ? first : at::kCPU;
+}
 
 Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOptions options)
     : infos_(std::move(slots)),
@@ -60,7 +86,7 @@ Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOption
   }
   knows_order_ = options_.scatter || !order.empty();
   if (!order.empty()) order_ = order;
-  overlaps_ = ranks_.all(may_overlap(group_, options_.idle_cores));
+  find_overlap();
   name_anew();
   make();
 }
@@ -80,18 +106,25 @@ bool Buckets::rebuild_after_regroup() {
   knows_order_ = of_rank_0.back() != 0;
   of_rank_0.pop_back();
   order_ = of_rank_0;
-  overlaps_ = ranks_.all(may_overlap(group_, options_.idle_cores));
+  find_overlap();
   name_anew();
   make();
   return true;
 }
 
+// NCCL's reductions do not use this host's cores.
+void Buckets::find_overlap() {
+  const bool all_on_gpus = std::ranges::all_of(infos_, [](const auto& slot) { return slot.device.is_cuda(); });
+  overlaps_ = ranks_.all(all_on_gpus || may_overlap(group_, options_.idle_cores));
+}
+
 // Reductions under way use this object's memory; only a pass that failed leaves any.
 void Buckets::end_pending() {
   const auto end = [this](std::optional<Work>& work) {
-    if (!work || work->done()) return;
-    group_.abort("a step broke off in the middle");
+    if (!work) return;
     try {
+      if (work->done()) return;
+      group_.abort("a step broke off in the middle");
       work->wait();
     } catch (const Error&) {
     }
@@ -114,7 +147,7 @@ void Buckets::make() {
   start_pass();
 }
 
-// Assigns the slots to buckets in order_; the slots of a bucket have one dtype.
+// Assigns the slots to buckets in order_; the slots of a bucket have one dtype and one device.
 std::vector<std::vector<std::size_t>> Buckets::slots_of_buckets() const {
   const auto bytes_of = [this](std::size_t slot) {
     return static_cast<std::size_t>(infos_[slot].numel) * at::elementSize(infos_[slot].dtype);
@@ -130,6 +163,7 @@ std::vector<std::vector<std::size_t>> Buckets::slots_of_buckets() const {
     // Without overlap one bucket is best.
     const auto most = by_size && !overlaps_ ? all : buckets.size() <= 1 ? options_.first_bucket_bytes : later;
     const bool together = !buckets.empty() && infos_[buckets.back()[0]].dtype == infos_[slot].dtype &&
+                          infos_[buckets.back()[0]].device == infos_[slot].device &&
                           (!options_.scatter || infos_[buckets.back().back()].follows);
     if (!together || bytes + bytes_of(slot) > most) {
       buckets.emplace_back();
@@ -154,18 +188,21 @@ Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
   const bool in_16_bits = options_.gradient_dtype && type == at::kFloat;
   const auto dtype = in_16_bits ? *options_.gradient_dtype : ops::dtype_of(type);
   const auto count = static_cast<std::int64_t>(slots.size());
-  const auto total = static_cast<std::size_t>(elements + count);
   bucket.names = std::make_shared<std::string>(first_of(bucket.shown.parameters));
   bucket.purpose = Purpose(text("bucket ", buckets_.size(), " (", *bucket.names, ") of ", name_));
-  bucket.memory = group_.allocate(total * size_of(dtype));
+  const auto options = at::TensorOptions(ops::scalar_type_of(dtype)).device(infos_[slots[0]].device);
+  if (options.device().is_cuda()) {
+    bucket.memory = at::empty({elements + count}, options);
+  } else {
+    const auto memory = group_.allocate(static_cast<std::size_t>(elements + count) * size_of(dtype));
+    bucket.memory = at::from_blob(
+        memory.get(), {elements + count}, [memory](void*) {}, options);
+  }
   bucket.shown.index = static_cast<int>(buckets_.size());
-  bucket.shown.buffer = {bucket.memory.get(), total, dtype};
-  const auto whole = at::from_blob(
-      bucket.memory.get(), {elements + count}, [memory = bucket.memory](void*) {},
-      at::TensorOptions(ops::scalar_type_of(dtype)));
-  bucket.input = whole.narrow(0, 0, elements);
-  bucket.flags = whole.narrow(0, elements, count);
-  bucket.mean = in_16_bits ? at::empty({elements}, at::TensorOptions(type)) : bucket.input;
+  bucket.shown.buffer = buffer_of(bucket.memory);
+  bucket.input = bucket.memory.narrow(0, 0, elements);
+  bucket.flags = bucket.memory.narrow(0, elements, count);
+  bucket.mean = in_16_bits ? at::empty({elements}, options.dtype(type)) : bucket.input;
   bucket.own = {0, static_cast<std::size_t>(elements)};
   if (options_.scatter) {
     bucket.cut = layout.cut(group_.size(), dtype);
@@ -199,20 +236,27 @@ void Buckets::start_pass() {
     bucket.missing = bucket.slots.size();
     bucket.shown.last = &bucket == &buckets_.back();
     bucket.work.reset();
+    bucket.streams.clear();
   }
 }
 
 void Buckets::mark_ready(std::size_t index, bool has_gradient) {
   auto& slot = slots_[index];
   slot.flag.fill_(has_gradient ? 1 : 0);
+  slot.has_gradient = has_gradient;
   slot.ready = true;
   MutexLock lock(mutex_);
+  if (const auto stream = stream_of(slot.flag)) buckets_[slot.bucket].streams.push_back(*stream);
   ready_order_.push_back(static_cast<std::int64_t>(index));
   --buckets_[slot.bucket].missing;
   while (overlaps_ && launched_ < buckets_.size() && buckets_[launched_].missing == 0) launch(buckets_[launched_++]);
 }
 
 void Buckets::launch(Bucket& bucket) {
+  const auto stream = stream_of(bucket.memory);
+  for (const auto& filled_by : bucket.streams) wait_for(*stream, filled_by);
+  if (stream) bucket.streams = {*stream};  // of the reduction
+  bucket.shown.stream = on_stream_of(bucket.memory, {}).stream;
   if (options_.hook) {
     bucket.work = options_.hook(group_, bucket.shown, ranks_.deadline());
     return;
@@ -221,6 +265,7 @@ void Buckets::launch(Bucket& bucket) {
   for (auto& call : calls) {
     call.tensors = bucket.names;
     call.purpose = bucket.purpose;
+    call.stream = bucket.shown.stream;
   }
   if (overlaps_) {
     bucket.work = group_.start(std::move(calls), ranks_.deadline());
@@ -235,7 +280,7 @@ std::vector<Call> Buckets::calls_of(const Bucket& bucket) const {
   const auto part = [&](const at::Tensor& of, const collective::Slice& range) {
     return Buffer{
         of.narrow(0, static_cast<std::int64_t>(range.begin), static_cast<std::int64_t>(range.count())).data_ptr(),
-        range.count(), whole.dtype};
+        range.count(), whole.dtype, whole.device};
   };
   const auto gradients = part(bucket.input, {0, static_cast<std::size_t>(bucket.input.numel())});
   return {Call::reduce_scatter(gradients, part(bucket.input, bucket.own), ReduceOp::mean, bucket.cut.counts),
@@ -248,6 +293,7 @@ void Buckets::finish() {
   }
   for (auto& bucket : buckets_) {
     if (bucket.work) bucket.work->wait();
+    for (const auto& reduced_in : bucket.streams) wait_for(*stream_of(bucket.memory), reduced_in);
     receive(bucket);
   }
 }
@@ -259,7 +305,9 @@ at::Tensor Buckets::own_part(const Bucket& bucket, const at::Tensor& of) {
 void Buckets::receive(Bucket& bucket) {
   const at::NoGradGuard no_grad;
   if (!bucket.mean.is_same(bucket.input)) own_part(bucket, bucket.mean).copy_(own_part(bucket, bucket.input));
-  const auto flags = bucket.flags.to(at::kFloat);
+  // No flag is read where this rank has a gradient of every parameter: the host would wait for it.
+  if (std::ranges::all_of(bucket.slots, [this](std::size_t slot) { return slots_[slot].has_gradient; })) return;
+  const auto flags = bucket.flags.to(at::TensorOptions(at::kCPU).dtype(at::kFloat));
   for (std::size_t k = 0; k < bucket.slots.size(); ++k) {
     slots_[bucket.slots[k]].has_gradient = flags.const_data_ptr<float>()[k] > 0;
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <memory>
@@ -36,7 +37,12 @@ struct BucketSlot {
   at::ScalarType dtype;  // float, double, half or bfloat16
   std::int64_t numel;
   bool follows = true;  // its parameter directly follows the previous slot's in memory: they can be scattered together
+  at::Device device = at::kCPU;  // where its gradients are summed: on a GPU where the Group reaches that
 };
+
+// Where the parameters' gradients are best summed: on their GPU, if all ranks' parameters are on one GPU a rank and the
+// Group reaches these, else on the CPU. Collective.
+at::Device device_of_sums(const Communicator& ranks, const std::vector<at::Tensor>& parameters);
 
 // A bucket of consecutive slots, laid out as their parameters are in the flat buffer and cut into one range a rank.
 struct ScatteredBucket {
@@ -156,21 +162,23 @@ class Buckets {
     std::size_t bucket = 0;
     at::Tensor input, mean, flag;  // flag: one element
     bool ready = false;            // written by the thread that marks it
-    bool has_gradient = false;
+    bool has_gradient = false;     // this rank, once it is marked; any rank, once the means are complete
   };
   struct Bucket {
     GradientBucket shown;  // the gradients, then the flags
-    Memory memory;
+    at::Tensor memory;
     at::Tensor input, mean, flags;
     std::vector<std::size_t> slots;
     FlatLayout::Cut cut;                       // of input, where means are scattered
     collective::Slice own;                     // elements whose mean this rank gets
     std::shared_ptr<const std::string> names;  // for timelines
     Purpose purpose;
-    std::size_t missing = 0;  // slots that are not ready; guarded by mutex_
+    std::size_t missing = 0;           // slots that are not ready; guarded by mutex_
+    std::vector<c10::Stream> streams;  // on a GPU, of the threads that filled it; guarded by mutex_
     std::optional<Work> work;
   };
 
+  void find_overlap();
   void name_anew();
   void make();
   std::vector<std::vector<std::size_t>> slots_of_buckets() const;

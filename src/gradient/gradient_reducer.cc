@@ -1,8 +1,10 @@
 #include "gradient/gradient_reducer.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/any.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
@@ -20,11 +22,14 @@ namespace {
 constexpr const char* kUnequalSteps =
     "where ranks make unequal numbers of steps, run each rank's loop in DistributedDataParallel::join";
 
-std::vector<BucketSlot> slots_of(const std::vector<std::string>& names, const std::vector<at::Tensor>& parameters) {
+std::vector<BucketSlot> slots_of(const std::vector<std::string>& names, const std::vector<at::Tensor>& parameters,
+                                 const Communicator& ranks) {
   if (parameters.empty()) throw InvalidArgument("there is no parameter that requires a gradient");
+  const auto device = device_of_sums(ranks, parameters);
   std::vector<BucketSlot> slots;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    slots.push_back({names[i], parameters[i].scalar_type(), parameters[i].numel()});
+    slots.push_back(
+        {.name = names[i], .dtype = parameters[i].scalar_type(), .numel = parameters[i].numel(), .device = device});
   }
   return slots;
 }
@@ -37,7 +42,7 @@ GradientReducer::GradientReducer(const std::vector<std::string>& names, std::vec
       parameters_(std::move(parameters)),
       sum_(options.sum),
       zeros_for_unused_(options.zeros_for_unused),
-      buckets_(slots_of(names, parameters_), std::move(ranks), options.buckets),
+      buckets_(slots_of(names, parameters_, ranks), ranks, options.buckets),
       weights_(options.weights),
       summed_(parameters_.size()),
       kept_(parameters_.size()) {
@@ -63,10 +68,10 @@ void GradientReducer::make_views() {
   if (layout_ == buckets_.layout()) return;
   layout_ = buckets_.layout();
   const auto shaped = [](const at::Tensor& flat, const at::Tensor& parameter) {
-    const auto keep = [flat](void*) {};
-    return parameter.is_non_overlapping_and_dense()
-               ? at::from_blob(flat.data_ptr(), parameter.sizes(), parameter.strides(), keep, flat.options())
-               : at::from_blob(flat.data_ptr(), parameter.sizes(), keep, flat.options());
+    const auto strides = parameter.is_non_overlapping_and_dense() ? c10::DimVector(parameter.strides())
+                                                                  : c10::contiguous_strides(parameter.sizes());
+    return at::from_blob(
+        flat.data_ptr(), parameter.sizes(), strides, [flat](void*) {}, flat.options(), flat.device());
   };
   inputs_.clear();
   means_.clear();

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
 #include <map>
@@ -25,26 +26,35 @@ void check(const char* caller, const Tensor& tensor) {
     throw InvalidArgument(text(caller, ": the tensor is sparse; make it dense first"));
 }
 
-// A contiguous CPU tensor: this one, or a copy.
-Tensor on_host(const char* caller, const Tensor& tensor) {
+// The tensor itself, or a copy, contiguous and where a Group can move it: on the CPU or on a GPU.
+Tensor movable(const char* caller, const Tensor& tensor) {
   check(caller, tensor);
   const ops::WithoutHooks reading(tensor);
-  return tensor.detach().to(at::kCPU).contiguous();
+  const auto values = tensor.detach();
+  return (values.is_cpu() || values.is_cuda() ? values : values.to(at::kCPU)).contiguous();
 }
 
-// Runs `act` on the tensor's memory or, where a Group cannot use that, on a copy that is written back.
-template <class Act>
-void in_place(const char* caller, const Tensor& tensor, const Act& act) {
+MemoryDevice memory_device(const Tensor& tensor) {
+  return tensor.is_cuda() ? MemoryDevice{MemoryDevice::Type::cuda, tensor.get_device()} : MemoryDevice();
+}
+
+bool has_memory_of(const Tensor& a, const Tensor& b) {
+  return a.unsafeGetTensorImpl()->unsafe_storage().data() == b.unsafeGetTensorImpl()->unsafe_storage().data();
+}
+
+// Runs the call that `make_call` makes of the tensor's memory or, where a Group cannot use that, of a copy that is
+// written back.
+template <class MakeCall>
+void in_place(const char* caller, const Group& group, const Tensor& tensor, Deadline deadline,
+              const MakeCall& make_call) {
   const at::NoGradGuard no_gradient;
-  const auto host = on_host(caller, tensor);
+  const auto moved = movable(caller, tensor);
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
     throw InvalidArgument(text(caller, ": the tensor of shape ", tensor.sizes(), " has strides ", tensor.strides(),
                                ", so that elements share memory and cannot be written; clone it first"));
   }
-  act(buffer_of(host));
-  if (host.unsafeGetTensorImpl()->unsafe_storage().data() != tensor.unsafeGetTensorImpl()->unsafe_storage().data()) {
-    tensor.detach().copy_(host);
-  }
+  group.run(on_stream_of(moved, make_call(buffer_of(moved))), deadline);
+  if (!has_memory_of(moved, tensor)) tensor.detach().copy_(moved);
 }
 
 struct BySizes {
@@ -68,9 +78,14 @@ Purpose purpose_of(at::IntArrayRef sizes) {
   return named.emplace(sizes.vec(), purpose).first->second;
 }
 
-void run(const Group& group, Call call, const Tensor& tensor, Deadline deadline) {
+Call for_tensor(const Tensor& tensor, Call call) {
   call.purpose = purpose_of(tensor.sizes());
-  group.run(call, deadline);
+  return call;
+}
+
+// Runs a call whose buffers are of tensors on the device of `input`.
+void run(const Group& group, const Call& call, const Tensor& input, Deadline deadline) {
+  group.run(on_stream_of(input, call), deadline);
 }
 
 std::vector<std::int64_t> part_of_rows(const char* caller, const Tensor& tensor, int ranks) {
@@ -85,6 +100,13 @@ std::vector<std::int64_t> part_of_rows(const char* caller, const Tensor& tensor,
 
 }  // namespace
 
+Call on_stream_of(const Tensor& tensor, Call call) {
+  if (!tensor.is_cuda()) return call;
+  const auto* const devices = c10::impl::getDeviceGuardImpl(c10::kCUDA);
+  call.stream = devices->getStreamNativeHandle(devices->getStream(tensor.device()));
+  return call;
+}
+
 Buffer buffer_of(const Tensor& tensor) {
   check("buffer_of", tensor);
   if (!(tensor.is_cpu() || tensor.is_cuda()) || !tensor.is_contiguous()) {
@@ -92,39 +114,40 @@ Buffer buffer_of(const Tensor& tensor) {
                                " and strides ", tensor.strides(),
                                "; it must be contiguous and on the CPU or a CUDA device"));
   }
-  const auto device = tensor.is_cuda() ? MemoryDevice{MemoryDevice::Type::cuda, tensor.get_device()} : MemoryDevice();
   return {tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.numel()), ops::dtype_of(tensor.scalar_type()),
-          device};
+          memory_device(tensor)};
 }
 
 void all_reduce(const Group& group, const Tensor& tensor, ReduceOp op, Deadline deadline) {
-  in_place("all_reduce", tensor,
-           [&](const Buffer& buffer) { run(group, Call::all_reduce(buffer, op), tensor, deadline); });
+  in_place("all_reduce", group, tensor, deadline,
+           [&](const Buffer& buffer) { return for_tensor(tensor, Call::all_reduce(buffer, op)); });
 }
 
 void broadcast(const Group& group, const Tensor& tensor, int root, Deadline deadline) {
-  in_place("broadcast", tensor,
-           [&](const Buffer& buffer) { run(group, Call::broadcast(buffer, root), tensor, deadline); });
+  in_place("broadcast", group, tensor, deadline,
+           [&](const Buffer& buffer) { return for_tensor(tensor, Call::broadcast(buffer, root)); });
 }
 
 void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, int root) {
   if (ranks.size() == 1) return;
   const at::NoGradGuard no_gradient;
   for (const auto& tensor : tensors) {
-    const auto host = on_host("broadcast", tensor);
-    auto call = Call::broadcast({host.mutable_data_ptr(), host.nbytes(), DType::uint8}, root);
+    // Ranks may have their values on different devices, and one may have them on several.
+    const auto moved = movable("broadcast", tensor).cpu();
+    auto call = Call::broadcast({moved.mutable_data_ptr(), moved.nbytes(), DType::uint8}, root);
     call.purpose = ranks.purpose().told() ? ranks.purpose() : purpose_of(tensor.sizes());
     ranks.group().run(call, ranks.deadline());
-    if (ranks.rank() != root && host.data_ptr() != tensor.data_ptr()) tensor.detach().copy_(host);
+    if (ranks.rank() != root && !has_memory_of(moved, tensor)) tensor.detach().copy_(moved);
   }
 }
 
 void recv(const Group& group, const Tensor& tensor, int from, Deadline deadline) {
-  in_place("recv", tensor, [&](const Buffer& buffer) { group.recv(buffer, from, deadline); });
+  in_place("recv", group, tensor, deadline, [&](const Buffer& buffer) { return Call::recv(buffer, from); });
 }
 
 void send(const Group& group, const Tensor& tensor, int to, Deadline deadline) {
-  group.send(buffer_of(on_host("send", tensor)), to, deadline);
+  const auto moved = movable("send", tensor);
+  run(group, Call::send(buffer_of(moved), to), moved, deadline);
 }
 
 Tensor all_gather(const Group& group, const Tensor& tensor, Deadline deadline, std::int64_t dim) {
@@ -147,10 +170,10 @@ Tensor all_gather(const Group& group, const Tensor& tensor, Deadline deadline, s
   call.purpose = purpose_of(padded_sizes);
   group.run(call, deadline);
   gathered_size = sizes.max().item<std::int64_t>();
-  const auto input = at::zeros(padded_sizes, tensor.options().device(at::kCPU).requires_grad(false));
+  const auto input = at::zeros(padded_sizes, movable("all_gather", tensor.narrow(dim, 0, 0)).options());
   input.narrow(dim, 0, tensor.size(dim)).copy_(tensor.detach());
   const auto output = at::empty({group.size(), input.numel()}, input.options());
-  group.all_gather(buffer_of(input), buffer_of(output), deadline);
+  run(group, Call::all_gather(buffer_of(input), buffer_of(output)), input, deadline);
   std::vector<Tensor> parts;
   for (int r = 0; r < group.size(); ++r) {
     parts.push_back(output.select(0, r).view(padded_sizes).narrow(dim, 0, sizes[r].item<std::int64_t>()));
@@ -159,17 +182,17 @@ Tensor all_gather(const Group& group, const Tensor& tensor, Deadline deadline, s
 }
 
 Tensor reduce_scatter(const Group& group, const Tensor& tensor, ReduceOp op, Deadline deadline) {
-  const auto input = on_host("reduce_scatter", tensor);
+  const auto input = movable("reduce_scatter", tensor);
   const auto output = at::empty(part_of_rows("reduce_scatter", tensor, group.size()), input.options());
-  run(group, Call::reduce_scatter(buffer_of(input), buffer_of(output), op), tensor, deadline);
+  run(group, for_tensor(tensor, Call::reduce_scatter(buffer_of(input), buffer_of(output), op)), input, deadline);
   return output.to(tensor.device());
 }
 
 Tensor all_to_all(const Group& group, const Tensor& tensor, Deadline deadline) {
-  const auto input = on_host("all_to_all", tensor);
+  const auto input = movable("all_to_all", tensor);
   part_of_rows("all_to_all", tensor, group.size());
   const auto output = at::empty(input.sizes(), input.options());
-  run(group, Call::all_to_all(buffer_of(input), buffer_of(output)), tensor, deadline);
+  run(group, for_tensor(tensor, Call::all_to_all(buffer_of(input), buffer_of(output))), input, deadline);
   return output.to(tensor.device());
 }
 

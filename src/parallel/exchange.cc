@@ -15,35 +15,35 @@ namespace {
 
 const Purpose kExchange("an exchange inside the model");  // of callers that told none
 
-void run(Call call, const Communicator& ranks) {
+// Runs a call whose buffers are of tensors on the device of `x`.
+void run(Call call, const Tensor& x, const Communicator& ranks) {
   call.purpose = ranks.purpose();
-  ranks.group().run(call, ranks.deadline());
+  ranks.group().run(on_stream_of(x, std::move(call)), ranks.deadline());
 }
 
 Tensor sum(Tensor x, const Communicator& ranks) {
   const bool is_ours = x.is_contiguous() && x.use_count() == 1 && x.storage().use_count() == 1;
   if (!is_ours) x = x.clone(at::MemoryFormat::Contiguous);
-  const auto host = x.cpu();
-  run(Call::all_reduce(buffer_of(host), ReduceOp::sum), ranks);
-  return x.is_cpu() ? x : x.copy_(host);
+  run(Call::all_reduce(buffer_of(x), ReduceOp::sum), x, ranks);
+  return x;
 }
 
 Tensor sum_and_divide(const Tensor& x, const Communicator& ranks, std::int64_t dim) {
   part_of(x, dim, 0, ranks.size());  // throws where it cannot be divided
-  const auto parts = at::stack(x.chunk(ranks.size(), dim)).cpu();
+  const auto parts = at::stack(x.chunk(ranks.size(), dim));
   const auto mine = at::empty(parts.sizes().slice(1), parts.options());
-  run(Call::reduce_scatter(buffer_of(parts), buffer_of(mine), ReduceOp::sum), ranks);
-  return mine.to(x.device());
+  run(Call::reduce_scatter(buffer_of(parts), buffer_of(mine), ReduceOp::sum), x, ranks);
+  return mine;
 }
 
 Tensor gather(const Tensor& x, const Communicator& ranks, std::int64_t dim) {
   auto sizes = x.sizes().vec();
   sizes.insert(sizes.begin(), ranks.size());
-  const auto host = x.cpu().contiguous();
-  const auto parts = at::empty(sizes, host.options());
-  run(Call::all_gather(buffer_of(host), buffer_of(parts)), ranks);
+  const auto own = x.contiguous();
+  const auto parts = at::empty(sizes, own.options());
+  run(Call::all_gather(buffer_of(own), buffer_of(parts)), own, ranks);
   const auto before = at::maybe_wrap_dim(dim, x.dim());
-  return parts.to(x.device()).movedim(0, before).flatten(before, before + 1);
+  return parts.movedim(0, before).flatten(before, before + 1);
 }
 
 struct Ranks : torch::CustomClassHolder {

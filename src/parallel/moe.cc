@@ -19,17 +19,17 @@ namespace {
 using Numbers = std::vector<std::int64_t>;
 
 Tensor all_to_all_rows(const Tensor& rows, const Numbers& sent, const Numbers& received, const Communicator& ranks) {
-  const auto host = rows.cpu().contiguous();
+  const auto own = rows.contiguous();
   const auto width = static_cast<std::size_t>(rows.size(1));
   Counts input_counts, output_counts;
   for (const auto count : sent) input_counts.push_back(static_cast<std::size_t>(count) * width);
   for (const auto count : received) output_counts.push_back(static_cast<std::size_t>(count) * width);
   auto result =
-      at::empty({std::accumulate(received.begin(), received.end(), std::int64_t{0}), rows.size(1)}, host.options());
-  auto call = Call::all_to_all(buffer_of(host), buffer_of(result), input_counts, output_counts);
+      at::empty({std::accumulate(received.begin(), received.end(), std::int64_t{0}), rows.size(1)}, own.options());
+  auto call = Call::all_to_all(buffer_of(own), buffer_of(result), input_counts, output_counts);
   call.purpose = ranks.purpose();
-  ranks.group().run(call, ranks.deadline());
-  return result.to(rows.device());
+  ranks.group().run(on_stream_of(own, std::move(call)), ranks.deadline());
+  return result;
 }
 
 Tensor exchange_rows(const Tensor& rows, const Numbers& sent, const Numbers& received, const Communicator& ranks);

@@ -16,8 +16,9 @@ struct GradientBucket {
   std::vector<std::string> parameters;  // in the order in which they lie in the buffer
 
   // The gradients one after the other, each times this rank's share of the examples. Then 1 for each parameter with a
-  // gradient, else 0. In memory of the Group's.
+  // gradient, else 0. In memory of the Group's, or on the parameters' GPU.
   Buffer buffer;
+  void* stream = nullptr;  // where the buffer is on a GPU: a hook's calls must name it (Call::stream)
 };
 
 // Begins to make `bucket.buffer` its mean over the ranks of the group; it is used when the Work is done. Follows

@@ -4,7 +4,9 @@
 //
 // A Deadline is a moment: make one for each call, or for those that are to end by it together.
 //
-// A contiguous CPU tensor is sent and written in place; any other is copied first.
+// A contiguous tensor on a CPU or a GPU is sent and written in place; any other is copied first. On a GPU an operation
+// is enqueued on the device's current stream (group.h): it fails after it returned, as Group::check and
+// Group::synchronize tell.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +20,9 @@ namespace lockstep {
 // The memory of a contiguous tensor on a CPU or a CUDA device, which keeps it, for a Group's own operations. Throws
 // InvalidArgument for any other.
 Buffer buffer_of(const Tensor& tensor);
+
+// The call of buffers of a tensor's device, in the order of the device's current stream in this thread.
+Call on_stream_of(const Tensor& tensor, Call call);
 
 // tensor <- op over all ranks' tensors, elementwise.
 void all_reduce(const Group& group, const Tensor& tensor, ReduceOp op, Deadline deadline);
