@@ -181,7 +181,7 @@ int launch_part() {
   JobStore store(part.store, access, here);
   const auto policy = policy_of(part, {.restarts = part.restarts, .is_a_part = true}, store);
   err << kPartIsHereMessage << std::flush;
-  launcher.wait_for_begin(Deadline::after(kToHearWhatToRun));
+  if (!launcher.wait_for_begin(Deadline::after(kToHearWhatToRun))) return 1;  // the other launcher says why
   std::optional<Supervisor> ranks;
   try {
     const Supervisor::Job job{*policy, store, part.grace_seconds, &launcher};

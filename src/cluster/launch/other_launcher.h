@@ -56,8 +56,9 @@ class OtherLauncher {
   // The first line. Throws ClusterError where none comes.
   std::string first(Deadline deadline);
 
-  // Waits until ranks may be started. Throws ClusterError where no message says so, or the job is to end.
-  void wait_for_begin(Deadline deadline);
+  // Waits until ranks may be started. Returns false where the job has ended before. Throws ClusterError where no
+  // message comes.
+  bool wait_for_begin(Deadline deadline);
 
   // For poll; -1 once the connection is broken.
   int descriptor() const { return is_broken_ ? -1 : 0; }
