@@ -280,7 +280,7 @@ class GpuGroup final : public collective::Wrapper {
     constexpr std::chrono::milliseconds kMeeting(1500);
     if (size() == 1) return {};
     static const Purpose kAsking("asking which ranks wait for a call on their GPUs");
-    const std::unique_lock lock(host_calls_, kMeeting);
+    const std::unique_lock lock(host_calls_, std::chrono::system_clock::now() + kMeeting);
     if (!lock.owns_lock()) return {};  // a call in host memory waits too, and names whom it misses
     std::vector<std::int64_t> numbers(static_cast<std::size_t>(size()), number);
     std::vector<Call> calls;

@@ -138,11 +138,11 @@ bool NcclCommunicator::end_with_others() {
   }
 }
 
-// The abort may hang while it has the lock.
+// The abort may hang while it has the lock. The thread sanitizer knows waits by the system's clock alone.
 std::unique_lock<std::timed_mutex> NcclCommunicator::lock_calls() const {
   constexpr std::chrono::milliseconds kBetweenLooks(10);
   std::unique_lock lock(state_->calls, std::defer_lock);
-  while (!state_->aborted && !lock.try_lock_for(kBetweenLooks)) {
+  while (!state_->aborted && !lock.try_lock_until(std::chrono::system_clock::now() + kBetweenLooks)) {
   }
   if (state_->aborted) throw Aborted("the group was aborted: NCCL's communicator has ended");
   return lock;
@@ -206,7 +206,8 @@ void NcclCommunicator::abort() {
   state_->aborted = true;
   std::thread([state = state_] {
     constexpr std::chrono::seconds kForCalls(1);
-    const std::unique_lock lock(state->calls, kForCalls);  // or without it: then a call of NCCL hangs
+    std::unique_lock lock(state->calls, std::defer_lock);  // without the lock after a while: then a call of NCCL hangs
+    (void)lock.try_lock_until(std::chrono::system_clock::now() + kForCalls);
     if (state->handle != nullptr) {
       nccl().ncclCommAbort(state->handle);
     }
