@@ -17,7 +17,7 @@ inline bool is_message(const Call& call) { return call.kind == Call::Kind::send 
 
 bool is_reduction(Call::Kind kind);
 
-// Where the call's buffers are. An empty buffer is where the other one is.
+// Returns the device of the call's buffers. An empty buffer in host memory counts as on the other one's device.
 MemoryDevice device_of(const Call& call);
 inline bool is_on_gpu(const Call& call) { return device_of(call).type != MemoryDevice::Type::host; }
 

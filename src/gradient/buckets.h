@@ -40,8 +40,8 @@ struct BucketSlot {
   at::Device device = at::kCPU;  // where its gradients are summed: on a GPU where the Group reaches that
 };
 
-// Where the parameters' gradients are best summed: on their GPU, if all ranks' parameters are on one GPU a rank and the
-// Group reaches these, else on the CPU. Collective.
+// Returns where the parameters' gradients are best summed. That is their GPU if each rank has one for all of them, and
+// the Group reaches it; else it is the CPU. Collective.
 at::Device device_of_sums(const Communicator& ranks, const std::vector<at::Tensor>& parameters);
 
 // A bucket of consecutive slots, laid out as their parameters are in the flat buffer and cut into one range a rank.

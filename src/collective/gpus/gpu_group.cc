@@ -121,13 +121,9 @@ class GpuGroup final : public collective::Wrapper {
                                  stream_->device(), ", and a Group has one GPU a rank"));
     }
     if (stream_) return;
-    static const Purpose kMeeting("agreeing how buffers on GPUs are moved");
-    auto mine = this_rank(rank(), device);
-    std::unique_ptr<Stream> stream;
-    if (mine.problem.empty()) stream = std::make_unique<Stream>(device);
     std::vector<RankOfGpu> ranks;
-    if (wanted_ != kHost && size() > 1) ranks = meet(kMeeting, mine, deadline);
-    if (!stream) stream = std::make_unique<Stream>(device);  // throws where there is no CUDA runtime
+    if (wanted_ != kHost && size() > 1) ranks = meet(this_rank(rank(), device), deadline);
+    auto stream = std::make_unique<Stream>(device);
     const auto problem = problem_of(ranks);
     if (!problem.empty() && wanted_ == kNccl) throw InvalidArgument(text("buffers on GPUs need NCCL: ", problem));
     if (!problem.empty() && rank() == 0) log_warning(text("buffers on GPUs go through host memory: ", problem));
@@ -136,12 +132,13 @@ class GpuGroup final : public collective::Wrapper {
     stream_ = std::move(stream);
   }
 
-  std::vector<RankOfGpu> meet(Purpose purpose, const RankOfGpu& mine, Deadline deadline) {
+  std::vector<RankOfGpu> meet(const RankOfGpu& mine, Deadline deadline) {
+    static const Purpose kMeeting("agreeing how buffers on GPUs are moved");
     const auto left = std::chrono::duration<double>(deadline.time() - Deadline::Clock::now()).count();
     constexpr double kShortest = 1e-3;
     const Communicator communicator(Group(host_group_), std::max(left, kShortest), "rank");
     std::vector<RankOfGpu> ranks;
-    for (const auto& words : communicator.with_purpose(purpose).all_gather(mine.words())) {
+    for (const auto& words : communicator.with_purpose(kMeeting).all_gather(mine.words())) {
       ranks.push_back(RankOfGpu::of(words));
     }
     return ranks;
@@ -299,11 +296,11 @@ class GpuGroup final : public collective::Wrapper {
     } catch (const Error&) {
       return {};
     }
-    std::vector<int> behind;
+    std::vector<int> late;
     for (int r = 0; r < size(); ++r) {
-      if (numbers[static_cast<std::size_t>(r)] < number) behind.push_back(r);
+      if (numbers[static_cast<std::size_t>(r)] < number) late.push_back(r);
     }
-    return behind;
+    return late;
   }
 
   const std::shared_ptr<GroupBackend> host_group_;

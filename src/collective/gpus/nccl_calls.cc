@@ -46,12 +46,6 @@ void copy_on_gpu(void* to, const void* from, std::size_t bytes, CudaStream strea
   require_cuda(cuda().cudaMemcpyAsync(to, from, bytes, kAnyDirection, stream), "cudaMemcpyAsync");
 }
 
-}  // namespace
-
-bool nccl_knows(const Call& call) { return !is_reduction(call.kind) || dtype_for_nccl(call.input.dtype) >= 0; }
-
-namespace {
-
 bool overlap(const ConstBuffer& a, const ConstBuffer& b) {
   return a.count > 0 && b.count > 0 && bytes_of(a) < bytes_of(b) + b.bytes() && bytes_of(b) < bytes_of(a) + a.bytes();
 }
@@ -61,6 +55,8 @@ bool share_memory(const Call& a, const Call& b) {
 }
 
 }  // namespace
+
+bool nccl_knows(const Call& call) { return !is_reduction(call.kind) || dtype_for_nccl(call.input.dtype) >= 0; }
 
 std::size_t number_apart(std::span<const Call> calls) {
   for (std::size_t i = 1; i < calls.size(); ++i) {

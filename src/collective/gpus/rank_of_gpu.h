@@ -1,6 +1,7 @@
 // How ranks find out whether NCCL can connect their GPUs.
 #pragma once
 
+#include <cstdlib>
 #include <iterator>
 #include <sstream>
 #include <string>
