@@ -236,15 +236,26 @@ void* find_in_plugin(const Plugin& plugin, const char* function, std::string& re
   return found;
 }
 
-void* open_library(std::span<const char* const> names, std::string& reason) {
+OpenedLibrary::OpenedLibrary(std::string name, std::span<const char* const> names, const std::string& missing,
+                             int options)
+    : name_(std::move(name)) {
+  std::string reason;
   for (const int loaded : {RTLD_NOLOAD, 0}) {
-    for (const char* const name : names) {
-      void* const handle = dlopen(name, RTLD_NOW | RTLD_LOCAL | loaded);
-      if (handle != nullptr) return handle;
+    for (const char* const file : names) {
+      handle_ = dlopen(file, RTLD_NOW | options | loaded);
+      if (handle_ != nullptr) return;
       if (loaded == 0) reason += text(reason.empty() ? "" : "; ", dlerror());
     }
   }
-  return nullptr;
+  throw InvalidArgument(text(missing, ": ", reason));
+}
+
+void* OpenedLibrary::find_or_null(const char* name) const { return dlsym(handle_, name); }
+
+void* OpenedLibrary::address_of(const char* name) const {
+  void* const found = find_or_null(name);
+  if (found == nullptr) throw InvalidArgument(text(name_, " has no ", name));
+  return found;
 }
 
 const char* version() { return LOCKSTEP_VERSION; }

@@ -65,8 +65,28 @@ Function* function_of_plugin(const Plugin& plugin, const char* function) {
 
 // Libraries of others that are loaded when they are first needed.
 
-// Returns a handle for dlsym of the first library among `names` that the process has already, else of the first that
-// can be loaded. If there is none, returns null, and says why in `reason`. It is never unloaded.
-void* open_library(std::span<const char* const> names, std::string& reason);
+// The first library among `names` that the process has already, else the first that can be loaded. It is never
+// unloaded.
+class OpenedLibrary {
+ public:
+  // `name`: for messages, "NCCL". `missing` begins the message of the InvalidArgument that is thrown if there is none.
+  // `options`: what dlopen gets beside RTLD_NOW, such as RTLD_GLOBAL.
+  OpenedLibrary(std::string name, std::span<const char* const> names, const std::string& missing, int options = 0);
+
+  // Throws InvalidArgument where the library has no such function.
+  template <class Function>
+  void find(const char* name, Function& function) const {
+    function = reinterpret_cast<Function>(address_of(name));
+  }
+
+  // Returns null where the library has nothing of that name.
+  void* find_or_null(const char* name) const;
+
+ private:
+  void* address_of(const char* name) const;
+
+  std::string name_;
+  void* handle_ = nullptr;
+};
 
 }  // namespace lockstep

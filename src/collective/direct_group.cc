@@ -132,7 +132,7 @@ std::vector<Memory> DirectGroup::allocate_shared(std::size_t bytes, Deadline dea
   return parts;
 }
 
-void DirectGroup::synchronize(const char* operation, Deadline deadline) {
+void DirectGroup::meet_within(const char* operation, Deadline deadline) {
   fail_point("direct.before_synchronize");
   staging_slot(rank()).done.set(++synchronized_);
   member_->wait_for_all([this](int r) -> transport::Signal& { return staging_slot(r).done; }, synchronized_, deadline,
@@ -211,7 +211,7 @@ const char* DirectGroup::reduce(const Call& call, Deadline deadline) {
         call, range.count(), [&](int r) { return address_at(r, descriptor(r).input_at, call.input.bytes()) + begin; },
         outputs_);
   }
-  synchronize(name_of(call.kind), deadline);
+  meet_within(name_of(call.kind), deadline);
   return "direct";
 }
 
@@ -241,7 +241,7 @@ void DirectGroup::reduce_staged(const Call& call, Deadline deadline) {
       copy_bytes(staging_slot(rank()).input + staged(theirs.begin), bytes_of(call.input) + theirs.begin * element,
                  theirs.count() * element);
     }
-    synchronize(operation, deadline);
+    meet_within(operation, deadline);
 
     const auto mine = slice_in_window(rank());
     auto* const own = bytes_of(call.output) + (mine.begin - my_range.begin) * element;
@@ -252,7 +252,7 @@ void DirectGroup::reduce_staged(const Call& call, Deadline deadline) {
       return r == rank() ? bytes_of(call.input) + mine.begin * element : staging_slot(r).input + staged(mine.begin);
     };
     reduce_into(call, mine.count(), input_of, outputs_);
-    synchronize(operation, deadline);
+    meet_within(operation, deadline);
 
     for (int r = 0; gets && r < size(); ++r) {
       const auto theirs = slice_in_window(r);
@@ -286,7 +286,7 @@ const char* DirectGroup::pull(const Call& call, Deadline deadline) {
   }
   here.reset();
   if (path == Path::small) return "direct, small";
-  synchronize(name_of(call.kind), deadline);
+  meet_within(name_of(call.kind), deadline);
   return "direct";
 }
 
@@ -301,7 +301,7 @@ void DirectGroup::pull_staged(const Call& call, std::span<const Transfer> transf
     if (begin < my_bytes) {
       copy_bytes(staging_slot(rank()).input, bytes_of(call.input) + begin, std::min(end, my_bytes) - begin);
     }
-    synchronize(operation, deadline);
+    meet_within(operation, deadline);
     for (const auto& transfer : transfers) {
       const auto first = std::max(transfer.at, begin);
       const auto last = std::min(transfer.at + transfer.bytes, end);
@@ -309,7 +309,7 @@ void DirectGroup::pull_staged(const Call& call, std::span<const Transfer> transf
       copy_bytes(bytes_of(call.output) + transfer.into + (first - transfer.at),
                  staging_slot(transfer.from).input + (first - begin), last - first);
     }
-    synchronize(operation, deadline);
+    meet_within(operation, deadline);
   }
 }
 

@@ -86,7 +86,7 @@ class DirectGroup : public GroupBackend {
   CallDescriptor& descriptor(int rank) const { return staging_slot(rank).descriptors[posted_ % 2]; }
 
   Path exchange_descriptors(const Call& call, Deadline deadline);
-  void synchronize(const char* operation, Deadline deadline);
+  void meet_within(const char* operation, Deadline deadline);
   const char* reduce(const Call& call, Deadline deadline);
   void reduce_staged(const Call& call, Deadline deadline);
   const char* pull(const Call& call, Deadline deadline);

@@ -1,7 +1,5 @@
 #include "collective/gpus/cuda.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -21,18 +19,10 @@ constexpr unsigned kNonBlocking = 1;    // cudaStreamNonBlocking
 constexpr unsigned kWithoutTiming = 2;  // cudaEventDisableTiming
 constexpr std::array kNames{"libcudart.so.13", "libcudart.so.12"};
 
-Cuda load() {
-  std::string reason;
-  void* const library = open_library(kNames, reason);
-  if (library == nullptr) {
-    throw InvalidArgument(text("a buffer is on a GPU, and there is no CUDA runtime: ", reason));
-  }
+Cuda load_cuda() {
+  const OpenedLibrary library("the CUDA runtime", kNames, "a buffer is on a GPU, and there is no CUDA runtime");
   Cuda found;
-  const auto find = [&](const char* name, auto& function) {
-    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-    if (function == nullptr) throw InvalidArgument(text("the CUDA runtime has no ", name));
-  };
-#define LOCKSTEP_FIND(name, ...) find(#name, found.name);
+#define LOCKSTEP_FIND(name, ...) library.find(#name, found.name);
   LOCKSTEP_CUDA_FUNCTIONS(LOCKSTEP_FIND)
 #undef LOCKSTEP_FIND
   return found;
@@ -41,7 +31,7 @@ Cuda load() {
 }  // namespace
 
 const Cuda& cuda() {
-  static const Cuda loaded = load();
+  static const Cuda loaded = load_cuda();
   return loaded;
 }
 

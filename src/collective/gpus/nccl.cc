@@ -1,7 +1,5 @@
 #include "collective/gpus/nccl.h"
 
-#include <dlfcn.h>
-
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -21,18 +19,12 @@ namespace {
 
 constexpr int kSuccess = 0, kInProgress = 7;  // ncclResult_t
 
-Nccl load() {
+Nccl load_nccl() {
   const char* const given = std::getenv("LOCKSTEP_NCCL_LIBRARY");
   const std::array names{given == nullptr ? "libnccl.so.2" : given};
-  std::string reason;
-  void* const library = open_library(names, reason);
-  if (library == nullptr) throw InvalidArgument(text("there is no NCCL: ", reason));
+  const OpenedLibrary library(text("NCCL (", names[0], ")"), names, "there is no NCCL");
   Nccl found;
-  const auto find = [&](const char* name, auto& function) {
-    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-    if (function == nullptr) throw InvalidArgument(text("NCCL (", names[0], ") has no ", name));
-  };
-#define LOCKSTEP_FIND(name, ...) find(#name, found.name);
+#define LOCKSTEP_FIND(name, ...) library.find(#name, found.name);
   LOCKSTEP_NCCL_FUNCTIONS(LOCKSTEP_FIND)
 #undef LOCKSTEP_FIND
   found.ncclGetVersion(&found.version);
@@ -53,7 +45,7 @@ std::string words_for(int result, NcclHandle communicator) {
 std::string name_of_version(int version) { return text(version / 10000, ".", version / 100 % 100, ".", version % 100); }
 
 const Nccl& nccl() {
-  static const Nccl loaded = load();
+  static const Nccl loaded = load_nccl();
   return loaded;
 }
 

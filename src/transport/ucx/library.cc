@@ -1,10 +1,11 @@
 #include "transport/ucx/worker.h"
 
-#include <dlfcn.h>
-
+#include <array>
 #include <cstdlib>
 #include <filesystem>
+#include <optional>
 
+#include "base/process.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 
@@ -13,38 +14,37 @@ namespace {
 
 constexpr unsigned kMajor = 1, kMinor = 22;
 
-template <class Function>
-void find(void* handle, const char* name, Function& function) {
-  function = reinterpret_cast<Function>(dlsym(handle, name));
-  if (function == nullptr) throw InvalidArgument(text("the backend \"ucx\": UCX has no ", name));
-}
+// A value of a variable that the user has not set, while it lives.
+class DefaultInEnvironment {
+ public:
+  DefaultInEnvironment(const char* name, const char* value) : name_(std::getenv(name) == nullptr ? name : nullptr) {
+    if (name_ != nullptr) setenv(name_, value, 1);
+  }
+  ~DefaultInEnvironment() {
+    if (name_ != nullptr) unsetenv(name_);
+  }
+  DefaultInEnvironment(const DefaultInEnvironment&) = delete;
+  DefaultInEnvironment& operator=(const DefaultInEnvironment&) = delete;
+
+ private:
+  const char* const name_;
+};
 
 // Loads UCX with settings that it reads from the environment alone. Without them UCX would handle SIGSEGV and similar
 // signals, and print lost connections to stdout. It would patch mmap too, which only memory registered with RDMA
 // devices needs. Values that the user has set stay.
-void* open() {
-  std::vector<const char*> set;
-  const auto set_for_now = [&](const char* name, const char* value) {
-    if (std::getenv(name) != nullptr) return;
-    setenv(name, value, 1);
-    set.push_back(name);
-  };
-  const bool has_rdma = !rdma_devices().empty();
-  set_for_now("UCX_HANDLE_ERRORS", "none");
-  set_for_now("UCX_LOG_LEVEL", "fatal");
-  if (!has_rdma) set_for_now("UCX_MEM_EVENTS", "n");
-  void* const handle = dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
-  for (const char* const name : set) unsetenv(name);
-  return handle;
+OpenedLibrary open() {
+  constexpr std::array kNames{"libucp.so.0"};
+  const DefaultInEnvironment handle_errors("UCX_HANDLE_ERRORS", "none"), log_level("UCX_LOG_LEVEL", "fatal");
+  std::optional<DefaultInEnvironment> memory_events;
+  if (rdma_devices().empty()) memory_events.emplace("UCX_MEM_EVENTS", "n");
+  return {"UCX", kNames, text("the backend \"ucx\" needs UCX ", kMajor, ".", kMinor, " or newer")};
 }
 
 Library load() {
-  void* const handle = open();
-  if (handle == nullptr) {
-    throw InvalidArgument(text("the backend \"ucx\" needs UCX ", kMajor, ".", kMinor, " or newer: ", dlerror()));
-  }
+  const auto opened = open();
   Library found;
-#define LOCKSTEP_UCX_FIND(name) find(handle, #name, found.name);
+#define LOCKSTEP_UCX_FIND(name) opened.find(#name, found.name);
   LOCKSTEP_UCX_FUNCTIONS(LOCKSTEP_UCX_FIND)
 #undef LOCKSTEP_UCX_FIND
   unsigned major = 0, minor = 0, release = 0;
