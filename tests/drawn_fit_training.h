@@ -42,11 +42,10 @@ inline std::optional<DType> sent_as(DrawnPrecision precision) {
 
 // Runs body on each process of the job at once.
 inline void run_on(const DrawnStrategy& on, DrawnPrecision precision, const std::function<void(const Place&)>& body) {
-  std::vector<std::string> devices;
-  for (int i = 0; i < on.replicas; ++i) devices.push_back(text("cpu:", i));
+  const auto devices = devices_for(on.replicas);
   using Kind = DrawnStrategy::Kind;
   switch (on.kind) {
-    case Kind::one_device: return body({OneDeviceStrategy("cpu:0", 1), "the process"});
+    case Kind::one_device: return body({OneDeviceStrategy(devices[0], 1), "the process"});
     case Kind::central:
       return body({CentralStorageStrategy({.compute_devices = devices, .threads_per_replica = 1}), "the process"});
     case Kind::workers:
@@ -76,8 +75,9 @@ inline void run_on(const DrawnStrategy& on, DrawnPrecision precision, const std:
       for (const auto& group : groups) {
         threads.emplace_back([&] {
           try {
-            body({MirroredStrategy({.devices = devices, .threads_per_replica = 1}), text("rank ", group.rank()), true,
-                  group.rank(), &group});
+            body({MirroredStrategy(
+                      {.devices = devices_for(on.replicas, group.rank() * on.replicas), .threads_per_replica = 1}),
+                  text("rank ", group.rank()), true, group.rank(), &group});
           } catch (const std::exception& error) {
             group.abort(error.what());
           }
@@ -86,7 +86,7 @@ inline void run_on(const DrawnStrategy& on, DrawnPrecision precision, const std:
       return;
     }
     default: {
-      const auto ops = on.kind == Kind::mirrored       ? CrossDeviceOps::one_pass
+      const auto ops = on.kind == Kind::mirrored       ? CrossDeviceOps::automatic
                        : on.kind == Kind::hierarchical ? CrossDeviceOps::hierarchical_copy_all_reduce
                                                        : CrossDeviceOps::reduction_to_one_device;
       return body(

@@ -13,6 +13,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -26,6 +27,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -352,7 +354,28 @@ void compute_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
+// The fallback would lose the running statistics: the operator's schema does not say that they are written.
+std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& x, const std::optional<Tensor>& weight,
+                                              const std::optional<Tensor>& bias, const std::optional<Tensor>& mean,
+                                              const std::optional<Tensor>& variance, bool training, double momentum,
+                                              double epsilon) {
+  const c10::DeviceGuard guard(x.device());
+  wait_for_current_stream(x.device());
+  const auto here = [](const std::optional<Tensor>& tensor) {
+    return tensor && tensor->defined() ? std::optional(on_cpu(*tensor)) : tensor;
+  };
+  const auto results = at::native_batch_norm(on_cpu(x), here(weight), here(bias), here(mean), here(variance), training,
+                                             momentum, epsilon);
+  const auto there = [&](const Tensor& tensor) {
+    const auto made = at::empty(tensor.sizes(), tensor.options().device(x.device()), tensor.suggest_memory_format());
+    on_cpu(made).copy_(tensor);
+    return made;
+  };
+  return {there(std::get<0>(results)), there(std::get<1>(results)), there(std::get<2>(results))};
+}
+
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("native_batch_norm", &batch_norm);
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
   library.impl("copy_", &copy);

@@ -13,10 +13,18 @@
 #include <thread>
 #include <vector>
 
+#include "base/text.h"
 #include "gradient/replicated_parameters.h"
 #include "strategy/unwrap.h"
 
 namespace lockstep {
+
+// Returns the names of `count` devices, for replicas: GPUs from number `first` on where there are some, else CPUs.
+inline std::vector<std::string> devices_for(int count, int first = 0) {
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) names.push_back(at::hasCUDA() ? text("cuda:", first + i) : text("cpu:", i));
+  return names;
+}
 
 struct WorkerOptions {
   int workers = 2;
@@ -37,14 +45,12 @@ inline std::vector<std::string> run_workers(const WorkerOptions& options,
   std::vector<std::jthread> threads;
   for (int rank = 0; rank < options.workers; ++rank) {
     threads.emplace_back([&, rank] {
-      std::vector<std::string> devices;
-      for (int i = 0; i < options.replicas; ++i) devices.push_back("cpu:" + std::to_string(i));
       Cluster cluster{.world = {.rank = rank, .size = options.workers}, .store = store.address()};
       if (options.hosts_differ) cluster.world.host = "host " + std::to_string(rank);
       auto communication = options.communication;
       communication.timeout_seconds = 60;
       try {
-        body(MultiWorkerMirroredStrategy({.devices = devices,
+        body(MultiWorkerMirroredStrategy({.devices = devices_for(options.replicas, rank * options.replicas),
                                           .threads_per_replica = 1,
                                           .communication = communication,
                                           .cluster = cluster,
@@ -92,7 +98,7 @@ inline std::vector<Tensor> weights_of(const Model& model, int replica = 0) {
   std::vector<Tensor> weights;
   const auto& parameters = unwrap(model.module());
   for (std::size_t i = 0; i < parameters.slots().size(); ++i)
-    weights.push_back(parameters.parameter(replica, i).detach().clone());
+    weights.push_back(parameters.parameter(replica, i).detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
   return weights;
 }
 

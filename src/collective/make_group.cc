@@ -27,13 +27,14 @@ const char* name_of(Implementation implementation) {
     case Implementation::tree: return "tree";
     case Implementation::pairwise: return "pairwise";
     case Implementation::reduction_to_one_device: return "reduction_to_one_device";
+    case Implementation::nccl: return "nccl";
   }
   return "unknown";
 }
 
 Implementation implementation_named(const std::string& name) {
   std::string allowed;
-  for (int i = 0; i <= static_cast<int>(Implementation::reduction_to_one_device); ++i) {
+  for (int i = 0; i <= static_cast<int>(Implementation::nccl); ++i) {
     const auto implementation = static_cast<Implementation>(i);
     if (name == name_of(implementation)) return implementation;
     allowed += text(i == 0 ? "" : ", ", name_of(implementation));
@@ -147,7 +148,12 @@ std::shared_ptr<GroupBackend> make_backend(cluster::Bootstrap& members, collecti
 
 }  // namespace
 
-Group make_group(const World& world, const Store& store, const GroupOptions& options) {
+Group make_group(const World& world, const Store& store, const GroupOptions& given) {
+  auto options = given;
+  if (given.implementation == Implementation::nccl) {
+    options.gpu_backend = "nccl";
+    options.implementation = Implementation::automatic;
+  }
   require_good(world, store.access(), options);
   const auto deadline = Deadline::after(std::chrono::duration<double>(options.timeout_seconds));
   cluster::StoreBootstrap members(world, store, deadline);

@@ -1,5 +1,5 @@
-// Sums between processes while backward runs: the gradients of this process's replicas are added up here, and reduced
-// over the processes in buckets.
+// Sums between ranks while backward runs, in buckets. A rank is a process, whose replicas' gradients are added up in
+// its memory; or a replica, whose gradients stay on its GPU.
 //
 // The optimizer's state may be sharded over the processes: each updates its own shards of the parameters.
 // Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020: stage 1, with
@@ -25,79 +25,61 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <span>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "base/mutex.h"
+#include "gradient/bucketed_rank.h"
 #include "gradient/buckets.h"
 #include "gradient/reduction.h"
 #include "gradient/replicated_parameters.h"
 
 namespace lockstep::gradient {
 
+// The replicas of all processes as ranks: each has its values, and its buckets, on its own GPU.
+struct ReplicaRanks {
+  std::vector<Communicator> of;                                              // [replica of this process]
+  std::function<void(const std::function<void(int replica)>&)> on_replicas;  // calls in every replica's thread
+};
+
 struct BucketedOptions {
   BucketOptions buckets;
   bool sum = false;                                      // updates use the sum over the processes instead of the mean
   bool shard_state = false;                              // each process has state for its own shards alone
   std::function<std::vector<std::string>()> hosts = {};  // of the processes, now, in an elastic job: [rank]; else null
+  std::optional<ReplicaRanks> replicas = {};             // empty: each process is a rank
 };
 
 class Bucketed final : public Reduction {
  public:
-  Bucketed(ReplicatedParameters& parameters, Communicator ranks, BucketedOptions options);
+  Bucketed(ReplicatedParameters& parameters, Communicator processes, BucketedOptions options);
 
   // Throws InvalidArgument on all processes where models, or the numbers of replicas, differ. Where the state is
   // sharded, puts the first copy of the values into memory of the Group.
   void prepare() override;
+  at::Device device(int replica) const override { return rank_of(replica).device(); }
+  void begin_step(int replica) override;
   at::Tensor memory_for(int replica, std::size_t slot) const override;
   void add(int replica, std::size_t slot, const at::Tensor& gradient) override;
   Sums finish(const Group& replicas, double weight, bool check_finite, Deadline deadline) override;
   void publish(const Group& replicas, Deadline deadline) override;
   void end_step(int replica, StepEnd end) override;
-  State state() const override;
+  State state() const override { return ranks_[0]->state(); }
   void restore(const State& state) override;
 
  private:
-  struct Slot {
-    std::vector<at::Tensor> gradients;  // [replica]
-    int missing = 0;                    // replicas that have not added theirs; guarded by mutex_
-  };
-
-  void make_buckets();
+  bool is_rank() const { return !options_.replicas; }  // this process
+  BucketedRank& rank_of(int replica) const { return *ranks_[is_rank() ? 0 : static_cast<std::size_t>(replica)]; }
   void divide();
-  std::size_t place(std::size_t slot) const { return static_cast<std::size_t>(place_[slot]); }
-  void start_step();
-  void add_up(std::size_t slot);
-  void reduce();
   void copy_sums() const;
 
   // Constant after construction.
   ReplicatedParameters& parameters_;
-  const Communicator ranks_;
+  const Communicator processes_;
   const BucketedOptions options_;
-  const bool scales_;                   // gradients are divided before they are sent, to have room in 16 bits
-  std::vector<std::size_t> trainable_;  // slots, in the order of the buckets' slots
-  std::vector<std::int64_t> place_;     // [slot]: in trainable_, or -1
+  std::vector<std::unique_ptr<BucketedRank>> ranks_;  // this process, or its replicas
 
-  // Constant between calls of `prepare`; null and empty before the first.
-  std::unique_ptr<Buckets> buckets_;
-  std::vector<ScatteredBucket> scattered_;  // where the state is sharded
-
-  std::vector<Slot> slots_;
-  std::vector<double> weights_;  // [replica]; written by that replica
-  double scale_ = 1;             // of this step
-  bool scale_known_ = false;     // whether scale_ was known before this step's gradients came
-  bool check_finite_ = false;    // in this step; the same on all replicas
-
-  // Written by replica 0 in `finish`.
-  std::vector<at::Tensor> means_;           // [slot]: those that have a gradient on any rank
-  const std::span<const at::Tensor> part_;  // a view of them
-  Sums sums_;
-
-  Mutex mutex_;
-  int unfinished_ LOCKSTEP_GUARDED_BY(mutex_) = 0;                // replicas
-  std::vector<std::size_t> arrived_ LOCKSTEP_GUARDED_BY(mutex_);  // slots that were ready before the scale was known
+  std::vector<ScatteredBucket> scattered_;  // where the state is sharded; constant between calls of `prepare`
 };
 
 }  // namespace lockstep::gradient

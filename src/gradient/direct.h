@@ -23,6 +23,10 @@ class Direct final : public Reduction {
   // `root`: the replica that updates everything (reduction_to_one_device).
   explicit Direct(const ReplicatedParameters& parameters, Exchange exchange = Exchange::one_pass, int root = 0);
 
+  at::Device device(int replica) const override {
+    const bool stays = parameters_.placement() == Placement::device && !parameters_.slots().empty();
+    return stays ? parameters_.parameter(replica, 0).device() : at::Device(at::kCPU);
+  }
   void add(int replica, std::size_t slot, const at::Tensor& gradient) override {
     contributions_[static_cast<std::size_t>(replica)].gradients[slot] = gradient;
   }

@@ -58,8 +58,13 @@ void GradientHooks::install() {
   }
 }
 
+void GradientHooks::begin(int replica) {
+  if (!std::exchange(of(replica).begun, true)) reduction_.begin_step(replica);
+}
+
 void GradientHooks::expect_one_backward(int replica) {
   if (hooks_.empty()) return;
+  begin(replica);
   of(replica).expects_backward = true;
   for (std::size_t i = 0; i < takes_.size(); ++i) {
     if (ops::may_keep_gradient(parameters_.parameter(replica, i))) continue;
@@ -71,7 +76,8 @@ void GradientHooks::expect_one_backward(int replica) {
 // The order in which slots are ready is the order of buckets after the first step: those without a gradient come last.
 void GradientHooks::take_all(int replica) {
   auto& step = of(replica);
-  step.expects_backward = false;
+  begin(replica);
+  step.begun = step.expects_backward = false;
   if (!reduction_.during_backward()) std::ranges::fill(step.added, false);  // a step failed
   ops::clear_gradient_memory();
   require_as_first(replica);
@@ -104,14 +110,13 @@ void GradientHooks::add(int replica, std::size_t index) {
     throw InvalidArgument(text("the gradient of \"", slot.name, "\" is ", gradient.scalar_type(), " ", gradient.sizes(),
                                "; the parameter is ", slot.dtype, " ", at::IntArrayRef(slot.sizes)));
   }
-  const bool stays = parameters_.placement() == Placement::device && !reduction_.during_backward();
-  reduction_.add(replica, index, (stays ? gradient : gradient.to(at::kCPU)).contiguous());
+  reduction_.add(replica, index, gradient.to(reduction_.device(replica)).contiguous());
   of(replica).added[index] = true;
 }
 
 void GradientHooks::drop(int replica) {
   auto& step = of(replica);
-  step.expects_backward = false;
+  step.begun = step.expects_backward = false;
   std::ranges::fill(step.added, false);
   for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
     parameters_.parameter(replica, i).mutable_grad().reset();

@@ -57,10 +57,12 @@ class GradientHooks {
  private:
   // A replica's, a cache line apart.
   struct alignas(64) Step {
+    bool begun = false;
     bool expects_backward = false;
     std::vector<char> added;  // [slot]: whether the reduction has the gradient
   };
   Step& of(int replica) { return steps_[static_cast<std::size_t>(replica)]; }
+  void begin(int replica);
   void require_as_first(int replica) const;
   void add(int replica, std::size_t slot);
 

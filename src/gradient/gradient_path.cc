@@ -7,7 +7,6 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "gradient/bucketed.h"
 #include "gradient/mapped.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -62,8 +61,10 @@ std::unique_ptr<gradient::Reduction> reduction_for(ReplicatedParameters& paramet
           gradient::BucketedOptions{.buckets = {.gradient_dtype = own->gradient_dtype}, .sum = own->sum});
     }
     if (options.shard_state) return reduction_with_sharded_state(parameters, ranks, options);
-    return std::make_unique<gradient::Bucketed>(parameters, ranks,
-                                                gradient::BucketedOptions{.buckets = options.buckets});
+  }
+  if (ranks.size() > 1 || options.replicas || (options.elastic && !are_summed)) {
+    return std::make_unique<gradient::Bucketed>(
+        parameters, ranks, gradient::BucketedOptions{.buckets = options.buckets, .replicas = options.replicas});
   }
   if (options.remote) return options.remote->make_reduction();
   return std::make_unique<gradient::Direct>(parameters, options.exchange, options.root);
@@ -79,7 +80,7 @@ void prepare_reduction(gradient::Reduction& reduction, const ReplicatedParameter
 // True where the strategy's workers prepare at once: those that come later do so when they are alone.
 bool is_prepared_at_once(const ReplicatedParameters& parameters, const Communicator& ranks,
                          const gradient::GradientPathOptions& options) {
-  return parameters.topology().gradients.size() > 1 || (options.elastic && ranks.size() == 1);
+  return parameters.topology().gradients.size() > 1 || options.replicas || (options.elastic && ranks.size() == 1);
 }
 
 std::unique_ptr<gradient::Reduction> make_reduction(ReplicatedParameters& parameters, const Optimizer& optimizer,
@@ -271,12 +272,14 @@ void GradientPath::replace_differing_copies() {
     for (std::size_t k = 0; slots[i].trainable && k < states; ++k) values.push_back(updater_.state(i, k));
   }
   broadcast(ranks_, values, rank);
+  updater_.spread_state();
   for (std::size_t i = 0; i < slots.size(); ++i) parameters_->assign(i, parameters_->parameter(0, i));
   updater_.remember_state();
 }
 
 bool GradientPath::can_be_recorded() const {
-  return parameters_->placement() == gradient::Placement::device && !updater_.loss_scale().used() && ranks_.size() == 1;
+  return parameters_->placement() == gradient::Placement::device && parameters_->replicas() == 1 &&
+         !updater_.loss_scale().used() && ranks_.size() == 1;
 }
 
 void GradientPath::update_recorded(const Group& replicas, double weight, Deadline deadline) {

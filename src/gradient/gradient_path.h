@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "gradient/bucketed.h"
 #include "gradient/buckets.h"
 #include "gradient/direct.h"
 #include "gradient/gradient_hooks.h"
@@ -42,7 +43,8 @@ struct ElasticRanks {
 struct GradientPathOptions {
   Exchange exchange = Exchange::one_pass;
   int root = 0;                               // the replica that updates for all (reduction_to_one_device)
-  BucketOptions buckets;                      // between processes
+  BucketOptions buckets;                      // between processes, or replicas on GPUs
+  std::optional<ReplicaRanks> replicas = {};  // of Placement::device, where these are several
   bool shard_state = false;                   // each process has state for its own shards alone
   std::shared_ptr<RemoteValues> remote = {};  // null: this process, and those that train with it, own the values
   std::shared_ptr<ops::ProgramDevices> devices = {};  // that run compiled programs, and update; null: there are none

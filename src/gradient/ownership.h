@@ -116,6 +116,7 @@ class Ownership {
   // The copies that an owner writes when it updates an element. Other copies get the values by Reduction::publish.
   enum class Writes {
     all_copies,    // of this process
+    own_copy,      // each replica of this process owns all elements of its own copy
     first_copy,    // of this process
     first_copies,  // of all ranks, in memory that they share
   };

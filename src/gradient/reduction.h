@@ -1,7 +1,8 @@
 // How the replicas' gradients are summed for the updater, and how new values reach all copies.
 //
-// A step, as each replica's thread makes it (GradientPath::apply, but for the first two lines):
+// A step, as each replica's thread makes it (GradientPath::apply, but for the first three lines):
 //
+//   begin_step
 //   memory_for   before backward: where backward may write the gradient of a slot
 //   add          while backward runs, or after it: the gradient of a slot
 //   finish       waits for all replicas and returns the sums
@@ -13,7 +14,8 @@
 //   | implementation            | where the gradients are summed                                                 |
 //   | Direct                    | between the replicas of this process, by the owner, where autograd left them   |
 //   | Mapped                    | between the replicas of all processes, which share memory, otherwise as Direct |
-//   | Bucketed                  | between processes, in buckets, while backward runs; the state may be divided   |
+//   | Bucketed                  | between processes, or GPUs, in buckets, while backward runs; the state may be  |
+//   |                           | divided                                                                        |
 //   | strategy::ServerReduction | at servers, which also update                                                  |
 #pragma once
 
@@ -54,14 +56,20 @@ class Reduction {
   // Which elements this process updates. The object stays; its value changes in `prepare` alone.
   const Ownership& ownership() const { return ownership_; }
 
-  // True where gradients are added while backward runs, from host memory; a barrier of the replicas then follows
-  // end_step. Else gradients are added after backward, from where they lie. Constant.
+  // True where gradients are added while backward runs; a barrier of the replicas then follows end_step. Else they are
+  // added after backward. Constant.
   bool during_backward() const { return during_backward_; }
+
+  // The device on which the replica's gradients are added. Constant between calls of `prepare`.
+  virtual at::Device device(int /*replica*/) const { return at::kCPU; }
 
   // Before the first step, and again after the processes' Communicator has got another Group: a step may have broken
   // off, and the next one is made with the new Group. Collective over the processes that train together. One thread,
   // between steps.
   virtual void prepare() {}
+
+  // Begins a step, before its first gradient. Collective over the replicas.
+  virtual void begin_step(int /*replica*/) {}
 
   // Memory in the parameter's shape into which backward may write the replica's gradient of the slot, which saves a
   // copy; undefined where there is none. A gradient may lie elsewhere too. Called before the step's only backward.

@@ -57,9 +57,6 @@ ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn
       placement_(placement),
       seen_(modules_.size()) {
   if (modules_.empty()) throw InvalidArgument("a model needs at least one replica");
-  if (placement_ == gradient::Placement::device && replicas() > 1) {
-    throw InvalidArgument(text("values that are updated on their device are one replica's; there are ", replicas()));
-  }
   collective::check_on_all(topology_.all, "worker", [this] {
     find_slots();
     for (int replica = 1; replica < replicas(); ++replica) check_same_as_first(replica);

@@ -43,7 +43,7 @@ enum class Placement {
   central,   // one copy in host memory, which all replicas read
   staged,    // each replica has its own on its device; updates are made to one in host memory, which the devices then
              // copy
-  device,    // the only replica has them on its device, where they are updated
+  device,    // each replica has its own on its device, where they are updated
 };
 
 }  // namespace lockstep::gradient
@@ -56,7 +56,7 @@ class ReplicatedParameters {
   // Binds the parameters of all modules to flat buffers, and gives parameters and buffers the values of the chief's
   // module 0. `modules`: one a replica, of one type, each on its replica's device. Collective over the workers. Throws
   // InvalidArgument naming the parameter when modules differ or a trainable parameter is neither float nor double.
-  // Placement::device is for one module. `on_replicas` calls a function in every replica's thread, so that each
+  // `on_replicas` calls a function in every replica's thread, so that each
   // allocates its own copy's memory near its cores.
   using OnReplicas = std::function<void(const std::function<void(int)>&)>;
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, gradient::Placement placement,
@@ -94,7 +94,9 @@ class ReplicatedParameters {
 
   // How many copies of the values an update writes, and copy k's flat buffer, which is in host memory but for
   // Placement::device.
-  int copies() const { return placement_ == gradient::Placement::mirrored ? replicas() : 1; }
+  int copies() const {
+    return placement_ == gradient::Placement::mirrored || placement_ == gradient::Placement::device ? replicas() : 1;
+  }
   std::span<const at::Tensor> flats(at::ScalarType dtype) const {
     return dtype == at::kDouble ? flat_double_ : flat_float_;
   }

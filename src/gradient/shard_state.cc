@@ -1,12 +1,13 @@
 #include "gradient/shard_state.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 
 #include "gradient/tensor_hash.h"
 
 namespace lockstep::gradient {
 
-ShardState::ShardState(const ReplicatedParameters& parameters, const Optimizer& optimizer, ShardMap shards)
+ShardState::ShardState(const ReplicatedParameters& parameters, const Optimizer& optimizer, ShardMap shards, int copy)
     : shards_(std::move(shards)), owned_(parameters.slots().size()) {
   FlatLayout floats(at::kFloat), doubles(at::kDouble);
   for (std::size_t i = 0; i < owned_.size(); ++i) owned_[i].dtype = parameters.slots()[i].dtype;
@@ -16,7 +17,7 @@ ShardState::ShardState(const ReplicatedParameters& parameters, const Optimizer& 
     owned = {owned.dtype, shard.begin, shard.count, layout.add(shard.slot, shard.count)};
   }
   const auto flat = [&](const FlatLayout& layout, at::ScalarType dtype, double value) {
-    return at::full({layout.numel()}, value, parameters.flat(0, dtype).options());
+    return at::full({layout.numel()}, value, parameters.flat(copy, dtype).options());
   };
   for (const auto& spec : optimizer.rule().states()) {
     float_.push_back(flat(floats, at::kFloat, spec.initial_value));
@@ -25,6 +26,14 @@ ShardState::ShardState(const ReplicatedParameters& parameters, const Optimizer& 
   if (clips_by_norm(optimizer)) {
     summed_float_ = flat(floats, at::kFloat, 0);
     summed_double_ = flat(doubles, at::kDouble, 0);
+  }
+}
+
+void ShardState::copy_from(const ShardState& other) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < states(); ++i) {
+    float_[i].copy_(other.float_[i]);
+    double_[i].copy_(other.double_[i]);
   }
 }
 

@@ -18,11 +18,14 @@ inline bool clips_by_norm(const Optimizer& optimizer) {
   return optimizer.options().clipnorm || optimizer.options().global_clipnorm;
 }
 
-// Stored once for all replicas, in flat buffers; each shard begins at a cache line. Constant but for the values.
+// In flat buffers; each shard begins at a cache line. Constant but for the values.
 class ShardState {
  public:
-  // With the rule's initial values.
-  ShardState(const ReplicatedParameters& parameters, const Optimizer& optimizer, ShardMap shards);
+  // With the rule's initial values, where the values of copy `copy` are.
+  ShardState(const ReplicatedParameters& parameters, const Optimizer& optimizer, ShardMap shards, int copy = 0);
+
+  // Takes the values of another state of the same shards.
+  void copy_from(const ShardState& other);
 
   const ShardMap& shards() const { return shards_; }
 

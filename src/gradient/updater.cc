@@ -21,14 +21,17 @@ Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer opt
       parts_(parameters_->is_split() ? slots_by_holders(*parameters_) : SlotGroups()),
       states_(initial_states()),
       loss_scale_(optimizer_.options().loss_scale) {
-  if (parameters_->placement() == Placement::device) {
+  if (parameters_->placement() != Placement::device) return;
+  device_updates_.resize(static_cast<std::size_t>(parameters_->replicas()));
+  for (int replica = 0; replica < parameters_->replicas(); ++replica) {
+    if (replica > 0) other_states_.emplace_back(*parameters_, optimizer_, ownership_.own(), replica);
     for (const auto dtype : {at::kFloat, at::kDouble}) {
-      const auto flat = parameters_->flat(0, dtype);
+      const auto flat = parameters_->flat(replica, dtype);
       if (flat.numel() == 0) continue;
       OnDevice on_device{DeviceUpdate(optimizer_, flat.options())};
       for (const double number : on_device.update.numbers(step_after(0)))
         on_device.numbers.push_back(at::full({}, number, flat.options()));
-      device_updates_.emplace(dtype, std::move(on_device));
+      device_updates_[static_cast<std::size_t>(replica)].emplace(dtype, std::move(on_device));
     }
   }
 }
@@ -40,13 +43,24 @@ Updater::States Updater::initial_states() const {
 
 Updater::States Updater::exchange_states(States states) {
   remembered_.reset();
-  return std::exchange(states_, std::move(states));
+  auto before = std::exchange(states_, std::move(states));
+  spread_state();
+  return before;
+}
+
+void Updater::spread_state() {
+  for (auto& other : other_states_) other.copy_from(states_.own);
 }
 
 void Updater::begin_step() {
   prepared_.reset();
   step_ = step_after(0);
-  for (auto& [dtype, on_device] : device_updates_) {
+  if (!device_updates_.empty()) put_numbers(0);
+}
+
+// Copies what changes from step to step to the replica's device, in the calling thread's stream.
+void Updater::put_numbers(int replica) {
+  for (auto& [dtype, on_device] : device_updates_[static_cast<std::size_t>(replica)]) {
     const auto numbers = on_device.update.numbers(step_);
     for (std::size_t i = 0; i < numbers.size(); ++i) on_device.numbers[i].fill_(numbers[i]);
   }
@@ -58,7 +72,7 @@ UpdateStep Updater::step_after(std::int64_t ahead) const {
 
 // A norm needs all gradients before the first update: one pass sums and squares, a second pass updates.
 void Updater::update(const Sums& sums, double divide_by, const Group& replicas, Deadline deadline) {
-  if (!device_updates_.empty()) return update_on_device(sums, divide_by);
+  if (!device_updates_.empty()) return update_on_device(replicas.rank(), sums, divide_by);
   Prepared prepared{.sums = sums, .divide_by = divide_by};
   if (clips_by_norm(optimizer_)) sum_and_square(prepared, replicas, deadline);
   const bool writes = replicas.rank() == 0;
@@ -127,23 +141,27 @@ void Updater::update_shard(const ShardState& states, const Shard& shard, const s
 std::span<const at::Tensor> Updater::written(at::ScalarType dtype) const {
   switch (ownership_.writes()) {
     case Ownership::Writes::all_copies: return parameters_->flats(dtype);
+    case Ownership::Writes::own_copy: break;  // update_on_device
     case Ownership::Writes::first_copy: return parameters_->flats(dtype).first(1);
     case Ownership::Writes::first_copies: return parameters_->mapped_values(dtype);
   }
   throw Error("an unknown kind of copies");
 }
 
-void Updater::update_on_device(const Sums& sums, double divide_by) {
-  for (auto& [dtype, on_device] : device_updates_) {
+void Updater::update_on_device(int replica, const Sums& sums, double divide_by) {
+  if (replica > 0) put_numbers(replica);
+  const auto& states = replica == 0 ? states_.own : other_states_[static_cast<std::size_t>(replica) - 1];
+  for (auto& [dtype, on_device] : device_updates_[static_cast<std::size_t>(replica)]) {
     DeviceParameters parameters;
-    parameters.states.resize(states_.own.states());
+    parameters.states.resize(states.states());
     for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {
       const auto& sum = sums.parts[0][i];  // the only part
       if (parameters_->slots()[i].dtype != dtype || !sum.defined()) continue;
-      const auto& parameter = parameters_->parameter(0, i);
+      const auto& parameter = parameters_->parameter(replica, i);
       parameters.values.push_back(parameter.detach());
       parameters.gradients.push_back(sum.view(parameter.sizes()).to(parameter.device()));
-      for (std::size_t k = 0; k < parameters.states.size(); ++k) parameters.states[k].push_back(state(i, k));
+      for (std::size_t k = 0; k < parameters.states.size(); ++k)
+        parameters.states[k].push_back(states.state(i, k).view(parameter.sizes()));
     }
     if (!parameters.values.empty()) on_device.update.apply(parameters, divide_by, on_device.numbers);
   }
@@ -202,6 +220,7 @@ std::vector<std::pair<at::Tensor, at::Tensor>> Updater::parts_of(std::size_t slo
     const auto shard = states->owned(slot);
     if (shard.count > 0) parts.emplace_back(states->state(slot, index), flat.narrow(0, shard.begin, shard.count));
   }
+  for (const auto& other : other_states_) parts.emplace_back(other.state(slot, index), flat);
   return parts;
 }
 

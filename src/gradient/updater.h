@@ -1,5 +1,5 @@
-// The optimizer of a model: the state of the shards that this process owns, stored once for all replicas, and their
-// update.
+// The optimizer of a model: the state of the shards that this process owns, and their update. The state is stored once
+// for all replicas; on GPUs, where each replica updates its own copy of the values, once a replica.
 #pragma once
 
 #include <algorithm>
@@ -121,7 +121,8 @@ class Updater {
   // has the parameter's shape where the whole parameter is owned, else it is flat.
   at::Tensor state(std::size_t slot, std::size_t index) const;
 
-  // Returns pairs: copying each second to its first gives this process its part of `whole`, state `index` of the slot.
+  // Returns pairs: copying each second to its first gives this process its part of `whole`, state `index` of the slot,
+  // on all its replicas.
   std::vector<std::pair<at::Tensor, at::Tensor>> parts_of(std::size_t slot, std::size_t index,
                                                           const at::Tensor& whole) const;
 
@@ -129,7 +130,9 @@ class Updater {
   // processes where the state is sharded.
   at::Tensor whole_state(std::size_t slot, std::size_t index) const;
 
-  std::int64_t state_bytes() const { return states_.own.bytes() + states_.copies.bytes(); }
+  std::int64_t state_bytes() const {  // of a replica that has its own, else of this process
+    return states_.own.bytes() + states_.copies.bytes();
+  }
 
   // The state of the shards that this process owns, and of those of another process, which it updates as well so that
   // they are not lost with that process.
@@ -139,6 +142,9 @@ class Updater {
   States initial_states() const;
   const States& states() const { return states_; }
   States exchange_states(States states);
+
+  // Gives the other replicas the state of replica 0, where each has its own.
+  void spread_state();
 
   // Compares hashes. True before the first remember_state, and after set_iterations.
   void remember_state() { remembered_ = states_.own.hash(); }
@@ -154,7 +160,8 @@ class Updater {
   };
 
   double learning_rate_after(std::int64_t ahead) const;
-  void update_on_device(const Sums& sums, double divide_by);
+  void put_numbers(int replica);
+  void update_on_device(int replica, const Sums& sums, double divide_by);
   void sum_and_square(Prepared& prepared, const Group& replicas, Deadline deadline);
   void update_shards(int replica, const Prepared& prepared);
   std::span<const at::Tensor> written(at::ScalarType dtype) const;
@@ -179,7 +186,9 @@ class Updater {
     DeviceUpdate update;
     std::vector<at::Tensor> numbers;  // scalars on the device
   };
-  std::map<at::ScalarType, OnDevice> device_updates_;  // of the dtypes that there are; Placement::device only
+  // Placement::device only:
+  std::vector<std::map<at::ScalarType, OnDevice>> device_updates_;  // [replica], of the dtypes that there are
+  std::vector<ShardState> other_states_;                            // of replicas 1, 2, ...
 
   std::optional<std::uint64_t> remembered_;
   std::int64_t iterations_ = 0;

@@ -52,6 +52,7 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
       .devices = options.devices.empty() ? strategy::default_devices(partition) : std::move(options.devices),
       .threads_per_replica = options.threads_per_replica,
       .partition = partition,
+      .gpu_backend = communication.implementation == Implementation::nccl ? "nccl" : "auto",
       .timeouts = {.start = options.start_timeout_seconds,
                    .step = communication.timeout_seconds,
                    .regroup = bounds.regroup_seconds,

@@ -1,5 +1,6 @@
 #include "strategy/replicas.h"
 
+#include "lockstep/collective/group_wrappers.h"
 #include "strategy/devices.h"
 
 namespace lockstep::strategy {
@@ -19,6 +20,8 @@ std::vector<c10::Device> torch_devices(const std::vector<std::string>& names) {
 Replicas::Replicas(const StrategySettings& settings, const Workers& workers)
     : workers_(workers),
       usable_cpus_(settings.partition.usable_cpu_count()),
+      gpu_backend_(settings.gpu_backend),
+      timeout_seconds_(settings.timeouts.step),
       devices_(torch_devices(settings.devices)),
       groups_(settings.devices.size()),
       threads_(settings, spin_rounds()) {
@@ -42,6 +45,23 @@ const Group& Replicas::group(int replica) const {
 const Group* Replicas::made_group(int replica) const {
   const auto& own = groups_[static_cast<std::size_t>(replica)];
   return own.group && own.regroups == workers_.topology().data.regroups() ? &*own.group : nullptr;
+}
+
+void Replicas::make_local_groups() {
+  local_groups_ = make_thread_groups(count(), spin_rounds());
+  if (gpu_backend_ && *gpu_backend_ != "auto") {
+    for (auto& group : local_groups_) group = with_gpus(group, *gpu_backend_);
+  }
+  if (workers_.topology().data.size() > 1) return;
+  for (std::size_t i = 0; i < gradient_ranks_.size(); ++i) gradient_ranks_[i].regroup(local_groups_[i]);
+}
+
+const std::vector<Communicator>& Replicas::gradient_ranks() {
+  if (!gradient_ranks_.empty()) return gradient_ranks_;
+  run([this](int replica) { group(replica); });
+  for (int replica = 0; replica < count(); ++replica)
+    gradient_ranks_.emplace_back(group(replica), timeout_seconds_, "replica");
+  return gradient_ranks_;
 }
 
 void Replicas::fail(int replica) const { workers_.fail(replica, local_group(replica), made_group(replica)); }

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "base/mutex.h"
@@ -47,6 +48,10 @@ class Replicas {
   const Group& local_group(int replica) const { return local_groups_[static_cast<std::size_t>(replica)]; }
   const Group& group(int replica) const;
 
+  // Returns Communicators of `group` for gradients on GPUs, one for each of this process's replicas: the same ones at
+  // each call. Collective over the workers, where these do not change. Not while replicas run.
+  const std::vector<Communicator>& gradient_ranks();
+
   // Count the steps of all replicas that have ended: a call of this process's threads, or a compiled step. Any thread.
   void count_step() { ended_steps_.fetch_add(1, std::memory_order_relaxed); }
   std::uint64_t ended_steps() const { return ended_steps_.load(std::memory_order_relaxed); }
@@ -60,15 +65,18 @@ class Replicas {
 
   const Group* made_group(int replica) const;  // null where the replicas have not made it since the workers regrouped
   int spin_rounds() const;
-  void make_local_groups() { local_groups_ = make_thread_groups(count(), spin_rounds()); }
+  void make_local_groups();
   void fail(int replica) const;  // for the exception that is handled
 
   const Workers& workers_;
   const int usable_cpus_;
+  const std::optional<std::string> gpu_backend_;
+  const double timeout_seconds_;
   std::vector<c10::Device> devices_;                         // [replica]
   std::vector<std::unique_ptr<ops::ReplicaRandom>> random_;  // [replica]
   std::vector<Group> local_groups_;                          // [replica]
   mutable std::vector<GroupOfAll> groups_;                   // [replica]: that replica's own
+  std::vector<Communicator> gradient_ranks_;                 // [replica]; empty before gradient_ranks
   std::atomic<std::uint64_t> ended_steps_ = 0;
   ReplicaThreads threads_;
 };

@@ -28,6 +28,10 @@ struct StrategySettings {
   cluster::CpuPartition partition = {};
   gradient::Placement placement = gradient::Placement::mirrored;
   gradient::GradientPathOptions gradients = {};
+
+  // How replicas on GPUs sum gradients: as GroupOptions::gpu_backend; empty: in host memory, by `gradients.exchange`.
+  std::optional<std::string> gpu_backend = "auto";
+
   Timeouts timeouts = {};
   std::optional<WorkerBatch> worker_batch = {};
   std::optional<WorkerSettings> workers = {};  // none: this process is alone

@@ -35,14 +35,22 @@ strategy::StrategySettings settings_of(MirroredOptions options) {
   strategy::StrategySettings settings{.devices = or_default(std::move(options.devices)),
                                       .threads_per_replica = options.threads_per_replica,
                                       .timeouts = {.step = options.timeout_seconds}};
+  if (options.cross_device_ops != CrossDeviceOps::automatic) settings.gpu_backend.reset();
   switch (options.cross_device_ops) {
-    case CrossDeviceOps::one_pass: settings.gradients.exchange = gradient::Exchange::one_pass; break;
+    case CrossDeviceOps::automatic:
+    case CrossDeviceOps::one_pass: break;
     case CrossDeviceOps::reduction_to_one_device:
       settings.gradients.exchange = gradient::Exchange::reduction_to_one_device;
       break;
     case CrossDeviceOps::hierarchical_copy_all_reduce:
       settings.gradients.exchange = gradient::Exchange::hierarchical_copy;
       break;
+    case CrossDeviceOps::nccl: settings.gpu_backend = "nccl"; break;
+  }
+  const auto is_cpu = [](const std::string& device) { return device.starts_with("cpu"); };
+  if (options.cross_device_ops == CrossDeviceOps::nccl && std::ranges::any_of(settings.devices, is_cpu)) {
+    throw InvalidArgument(
+        text("cross_device_ops: nccl sums gradients on GPUs, and the strategy's devices are ", join(settings.devices)));
   }
   if (options.reduce_to_device.empty()) return settings;
   const auto found = std::find(settings.devices.begin(), settings.devices.end(), options.reduce_to_device);
@@ -156,7 +164,7 @@ Strategy Strategy::current() { return innermost == nullptr ? OneDeviceStrategy()
 int Strategy::num_replicas_in_sync() const { return impl_->topology().all_replicas(); }
 int Strategy::num_local_replicas() const { return impl_->replicas().count(); }
 bool Strategy::is_chief() const { return impl_->topology().is_chief(); }
-std::vector<std::string> Strategy::devices() const { return impl_->settings().devices; }
+const std::vector<std::string>& Strategy::devices() const { return impl_->settings().devices; }
 bool Strategy::runs_programs() const { return impl_->kind().compiles_steps(); }
 std::vector<std::vector<Tensor>> Strategy::run_program(const internal::StepToRun& step) const {
   std::vector<std::vector<Tensor>> results;

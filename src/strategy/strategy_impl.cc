@@ -70,21 +70,25 @@ std::string StrategyImpl::describe() const {
 }
 
 std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& optimizer,
-                                                               std::shared_ptr<ReplicatedParameters> parameters) const {
+                                                               std::shared_ptr<ReplicatedParameters> parameters) {
   auto options = settings_.gradients;
   if (workers_.is_elastic()) {
     options.elastic.emplace(
         gradient::ElasticRanks{.is_newcomer = topology().is_newcomer(), .hosts = [this] { return workers_.hosts(); }});
   }
+  if (parameters->placement() == gradient::Placement::device && replicas_.count() > 1) {
+    options.replicas.emplace(replicas_.gradient_ranks(), [this](const auto& function) { replicas_.run(function); });
+  }
   return kind().make_gradient_path(*this, optimizer, std::move(parameters), std::move(options));
 }
 
 gradient::Placement StrategyImpl::placement() const {
-  const bool on_gpus =
-      std::any_of(replicas_.devices().begin(), replicas_.devices().end(), [](auto device) { return !device.is_cpu(); });
-  if (!on_gpus) return settings_.placement;
-  const bool in_host_memory =
-      replicas_.count() > 1 || kind().needs_host_values() || topology().is_split || settings_.gradients.shard_state;
+  const auto& devices = replicas_.devices();
+  if (std::ranges::all_of(devices, [](auto device) { return device.is_cpu(); })) return settings_.placement;
+  const bool sum_on_gpus = settings_.gpu_backend && settings_.placement == gradient::Placement::mirrored &&
+                           std::ranges::all_of(devices, [](auto device) { return device.is_cuda(); });
+  const bool in_host_memory = kind().needs_host_values() || topology().is_split || settings_.gradients.shard_state ||
+                              (replicas_.count() > 1 && (!sum_on_gpus || workers_.is_elastic()));
   return in_host_memory ? gradient::Placement::staged : gradient::Placement::device;
 }
 

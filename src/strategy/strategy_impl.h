@@ -67,7 +67,7 @@ class StrategyImpl {
   std::string describe() const;
 
   std::shared_ptr<GradientPath> make_gradient_path(const Optimizer& optimizer,
-                                                   std::shared_ptr<ReplicatedParameters> parameters) const;
+                                                   std::shared_ptr<ReplicatedParameters> parameters);
 
   // Returns the deadline of a replica's wait. It is later than that of workers for each other: a replica that waits for
   // one that waits for other workers hears from it which of them is late.
@@ -83,7 +83,8 @@ class StrategyImpl {
   // Returns this process's replicas among those that share the strategy's data.
   internal::LocalReplicas local_replicas() const { return replicas_.among(topology()); }
 
-  // Returns where variables live: with GPUs, a copy on each; with several GPUs, updates are made in host memory.
+  // Returns where variables live. With GPUs each has a copy; updates are made there, unless the host is to sum
+  // gradients, or state is divided.
   gradient::Placement placement() const;
 
  private:

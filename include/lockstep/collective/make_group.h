@@ -21,6 +21,7 @@ enum class Implementation : std::uint8_t {
   tree,                     // binomial
   pairwise,                 // each slice is reduced at its owner, then a ring; 16-bit elements are rounded once
   reduction_to_one_device,  // rank 0 reduces for all
+  nccl,                     // for buffers on GPUs, as gpu_backend = "nccl"; for others automatic
 };
 const char* name_of(Implementation implementation);            // "auto", "ring", ...
 Implementation implementation_named(const std::string& name);  // throws InvalidArgument

@@ -11,9 +11,12 @@
 
 namespace lockstep {
 
+using CommunicationImplementation = Implementation;  // the name of tf.distribute
+
 // Follows tf.distribute.experimental.CommunicationOptions.
 struct CommunicationOptions {
-  Implementation implementation = Implementation::automatic;
+  // `automatic`: gradients on GPUs are summed by NCCL if each rank can, else in host memory. `nccl`: an error if not.
+  CommunicationImplementation implementation = CommunicationImplementation::automatic;
   std::string backend = "auto";              // between workers: as GroupOptions
   std::string network = "tcp";               // between workers: as GroupOptions
   std::optional<double> bucket_cap_mb = {};  // gradients are sent in pieces of this size while backward goes on; empty:

@@ -94,9 +94,9 @@ class Strategy {
   static Strategy current();
 
   StrategyScope scope() const { return StrategyScope(impl_); }
-  int num_replicas_in_sync() const;  // of all workers
-  int num_local_replicas() const;    // of this process
-  std::vector<std::string> devices() const;
+  int num_replicas_in_sync() const;                 // of all workers
+  int num_local_replicas() const;                   // of this process
+  const std::vector<std::string>& devices() const;  // one a local replica; valid as long as the strategy
 
   // True where this process writes the logs and checkpoints: worker 0 does, and one that is alone.
   bool is_chief() const;
@@ -157,16 +157,18 @@ class OneDeviceStrategy : public Strategy {
 
 // How MirroredStrategy reduces gradients; names as in tf.distribute.
 enum class CrossDeviceOps {
-  one_pass,                      // each replica sums, updates and spreads one slice: the default
-  reduction_to_one_device,       // ReductionToOneDevice
-  hierarchical_copy_all_reduce,  // HierarchicalCopyAllReduce
+  automatic,                     // between GPUs nccl, if all replicas can; else one_pass
+  one_pass,                      // in host memory: each replica sums, updates and spreads one slice
+  reduction_to_one_device,       // in host memory: ReductionToOneDevice
+  hierarchical_copy_all_reduce,  // in host memory: HierarchicalCopyAllReduce
+  nccl,                          // NcclAllReduce: between GPUs, while backward runs; each updates its own variables
 };
 
 struct MirroredOptions {
   // "cpu:0", "cpu:1", ...: logical CPUs, each a thread with its share of the cores. Empty: one replica a GPU, else one
   // a core.
   std::vector<std::string> devices = {};
-  CrossDeviceOps cross_device_ops = CrossDeviceOps::one_pass;
+  CrossDeviceOps cross_device_ops = CrossDeviceOps::automatic;
   std::string reduce_to_device = {};                // reduction_to_one_device: which; empty: the first
   int threads_per_replica = 0;                      // that LibTorch's operators use; 0: an equal share of the cores
   double timeout_seconds = kDefaultTimeoutSeconds;  // how long a replica waits for the others in a step

@@ -1,0 +1,232 @@
+// Strategies with a replica on each of several simulated GPUs: the values of as many replicas on CPUs. Gradients,
+// values and the optimizer's state stay on the GPUs.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <lockstep/lockstep.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+
+#include <limits>
+
+#include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
+#include "base/text.h"
+#include "tests/simulated_gpu/cuda_runtime.h"
+#include "tests/simulated_gpu/nccl.h"
+#include "tests/workers.h"
+
+namespace lockstep {
+namespace {
+
+constexpr double kLargestError = 1e-9;
+constexpr int kLoopSteps = 9, kExamples = 7;
+
+torch::nn::Sequential make_net() {
+  torch::nn::Sequential net(torch::nn::Linear(4, 8), torch::nn::Linear(8, 8), torch::nn::Linear(8, 1));
+  net->to(at::kDouble);
+  const at::NoGradGuard no_grad;
+  auto generator = at::detail::createCPUGenerator(5);
+  for (auto& parameter : net->parameters()) parameter.copy_(at::randn(parameter.sizes(), generator, at::kDouble) * 0.4);
+  return net;
+}
+
+Tensor examples(int step) {
+  auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(step));
+  return at::randn({kExamples, 4}, generator, at::kDouble);
+}
+
+// A program's own loop: replica r of n takes rows r, r + n, ...
+class Loop {
+ public:
+  Loop(Strategy strategy, const Optimizer& optimizer)
+      : strategy_(std::move(strategy)),
+        net_(strategy_.replicate(make_net)),
+        optimizer_(strategy_.optimizer(optimizer, net_)) {}
+
+  // `factor`: of replica 0's loss. `fails`: replica 0 throws instead, while the others compute.
+  void step(const Tensor& x, double factor = 1, bool fails = false) {
+    const int parts = strategy_.num_replicas_in_sync();
+    std::vector<Tensor> mine;  // on their devices before anything is counted
+    for (std::size_t replica = 0; replica < strategy_.devices().size(); ++replica) {
+      const auto& name = strategy_.devices()[replica];
+      const auto rows = at::arange(first_ + static_cast<int>(replica), x.size(0), parts);
+      mine.push_back(x.index_select(0, rows).to(at::Device(name.starts_with("cuda") ? name : "cpu")));
+    }
+    strategy_.run(
+        [&](ReplicaContext& replica, torch::nn::Sequential& net) {
+          const bool is_first = replica.replica_id() == 0;
+          if (fails && is_first) throw InvalidArgument("as asked for");
+          const auto& part = mine[static_cast<std::size_t>(replica.local_replica_id())];
+          const auto target = part.sum(1, true).sin();
+          const auto loss = (net->forward(part) - target).square().sum() * (is_first ? factor : 1);
+          optimizer_.minimize(replica, loss, static_cast<double>(part.size(0)));
+        },
+        net_);
+  }
+
+  Loop& take_rows_from(int first) {
+    first_ = first;
+    return *this;
+  }
+
+  Tensor values(int replica = 0) {
+    std::vector<Tensor> all;
+    for (const auto& parameter : net_[replica]->parameters()) all.push_back(parameter.detach().cpu().flatten());
+    return at::cat(all);
+  }
+
+  const ReplicatedOptimizer& optimizer() const { return optimizer_; }
+  Trackable state() const { return optimizer_.trackable(); }
+
+ private:
+  Strategy strategy_;
+  Mirrored<torch::nn::Sequential> net_;
+  ReplicatedOptimizer optimizer_;
+  int first_ = 0;
+};
+
+Tensor trained_on_cpu(const Optimizer& optimizer) {
+  Loop loop(OneDeviceStrategy("cpu:0", 1), optimizer);
+  for (int step = 0; step < kLoopSteps; ++step) loop.step(examples(step));
+  return loop.values();
+}
+
+class GpuStrategies : public testing::TestWithParam<int> {
+ protected:
+  void SetUp() override { simulated_gpu_delay(50); }
+  void TearDown() override { simulated_gpu_delay(0); }
+
+  static MirroredStrategy mirrored(CrossDeviceOps ops = CrossDeviceOps::automatic) {
+    return MirroredStrategy({.devices = devices_for(GetParam()), .cross_device_ops = ops, .threads_per_replica = 1});
+  }
+};
+
+TEST_P(GpuStrategies, TrainAsOneCpuAndCopyNothingToTheHost) {
+  const std::vector<Optimizer> optimizers{SGD({.learning_rate = 0.02, .momentum = 0.9}),
+                                          Adam({.learning_rate = 0.01, .global_clipnorm = 0.3}),
+                                          AdamW({.learning_rate = 0.01, .weight_decay = 0.1, .clipvalue = 0.02}),
+                                          RMSprop({.learning_rate = 0.01, .clipnorm = 0.1})};
+  for (const auto& optimizer : optimizers) {
+    SCOPED_TRACE(optimizer.rule().name());
+    const auto expected = trained_on_cpu(optimizer);
+    Loop loop(mirrored(), optimizer);
+    loop.step(examples(0));
+    const auto copies = simulated_gpu_copies_to_host();
+    const auto calls = simulated_nccl_calls();
+    for (int step = 1; step < kLoopSteps; ++step) loop.step(examples(step));
+    EXPECT_EQ(simulated_gpu_copies_to_host(), copies);
+    EXPECT_GT(simulated_nccl_calls(), calls);
+    for (int replica = 0; replica < GetParam(); ++replica) {
+      EXPECT_LT((loop.values(replica) - expected).abs().max().item<double>(), kLargestError);
+      EXPECT_TRUE(at::equal(loop.values(replica), loop.values()));
+    }
+  }
+}
+
+TEST_P(GpuStrategies, HostMemoryIsUsedWhereItIsAskedFor) {
+  const auto expected = trained_on_cpu(Adam());
+  for (const auto ops : {CrossDeviceOps::one_pass, CrossDeviceOps::reduction_to_one_device,
+                         CrossDeviceOps::hierarchical_copy_all_reduce}) {
+    Loop loop(mirrored(ops), Adam());
+    const auto calls = simulated_nccl_calls();
+    for (int step = 0; step < kLoopSteps; ++step) loop.step(examples(step));
+    EXPECT_EQ(simulated_nccl_calls(), calls);
+    EXPECT_LT((loop.values() - expected).abs().max().item<double>(), kLargestError);
+  }
+}
+
+TEST_P(GpuStrategies, AStepThatFailsOnOneReplicaChangesNothingAndTrainingGoesOn) {
+  Loop loop(mirrored(CrossDeviceOps::nccl), Adam());
+  Loop undisturbed(mirrored(CrossDeviceOps::nccl), Adam());
+  for (int step = 0; step < kLoopSteps; ++step) {
+    loop.step(examples(step));
+    undisturbed.step(examples(step));
+    if (step % 3 != 1) continue;
+    const auto before = loop.values();
+    expect_says(message_of([&] { loop.step(examples(step), 1, /*fails=*/true); }), "as asked for");
+    EXPECT_TRUE(at::equal(loop.values(), before));
+  }
+  for (int replica = 0; replica < GetParam(); ++replica)
+    EXPECT_TRUE(at::equal(loop.values(replica), undisturbed.values()));
+}
+
+TEST_P(GpuStrategies, GradientsThatAreNotFiniteChangeNothingButTheScale) {
+  Loop loop(mirrored(), LossScaleOptimizer(Adam(), {.initial_scale = 64}));
+  loop.step(examples(0));
+  const auto before = loop.values();
+  loop.step(examples(1), std::numeric_limits<double>::infinity());
+  for (int replica = 0; replica < GetParam(); ++replica) EXPECT_TRUE(at::equal(loop.values(replica), before));
+  EXPECT_EQ(loop.optimizer().iterations(), 1);
+  EXPECT_EQ(loop.optimizer().loss_scale(), 32);
+  loop.step(examples(2));
+  EXPECT_FALSE(at::equal(loop.values(), before));
+}
+
+TEST_P(GpuStrategies, SavedStateIsRestoredOnAllReplicasAndOnTheCpu) {
+  Loop first(mirrored(), Adam()), again(mirrored(), Adam()), on_cpu(OneDeviceStrategy("cpu:0", 1), Adam());
+  for (int step = 0; step < 4; ++step) first.step(examples(step));
+  for (auto* const other : {&again, &on_cpu}) {
+    for (int step = 0; step < 4; ++step) other->step(examples(step));  // the values
+    for (int step = 0; step < 3; ++step) other->step(examples(10 + step));
+  }
+  Archive archive;
+  first.state().save(archive, "optimizer");
+  for (auto* const other : {&again, &on_cpu}) other->state().load(archive, "optimizer")();
+  EXPECT_EQ(again.optimizer().iterations(), 4);
+  again.step(examples(20));
+  on_cpu.step(examples(20));
+  for (int replica = 0; replica < GetParam(); ++replica)
+    EXPECT_LT((again.values(replica) - on_cpu.values()).abs().max().item<double>(), kLargestError);
+}
+
+TEST_P(GpuStrategies, StepsReduceAndGatherTensorsOfTheirGpus) {
+  const auto strategy = mirrored();
+  const auto calls = simulated_nccl_calls();
+  strategy.run([&](ReplicaContext& replica) {
+    const auto device = at::Device(replica.device());
+    const auto mine = at::full({2, 3}, replica.replica_id() + 1.0, device);
+    const auto sum = replica.all_reduce(ReduceOp::sum, mine);
+    const auto rows = replica.all_gather(mine.narrow(0, 0, 1), 0);
+    EXPECT_EQ(sum.device(), device);
+    EXPECT_EQ(sum[0][0].item<float>(), GetParam() * (GetParam() + 1) / 2.0F);
+    EXPECT_EQ(rows.size(0), GetParam());
+    EXPECT_EQ(rows[GetParam() - 1][0].item<float>(), static_cast<float>(GetParam()));
+  });
+  EXPECT_GT(simulated_nccl_calls(), calls);
+}
+
+// Two workers, each with as many GPUs.
+TEST_P(GpuStrategies, WorkersTrainAsOneCpu) {
+  const auto optimizer = Adam({.global_clipnorm = 0.3});
+  const auto expected = trained_on_cpu(optimizer);
+  const auto calls = simulated_nccl_calls();
+  for (const bool sharded : {false, true}) {
+    expect_no_errors(run_workers({.workers = 2,
+                                  .replicas = GetParam(),
+                                  .communication = {.implementation = CommunicationImplementation::nccl},
+                                  .shard_optimizer_state = sharded},
+                                 [&](const auto& strategy) {
+                                   Loop loop(strategy, optimizer);
+                                   loop.take_rows_from(strategy.worker_rank() * GetParam());
+                                   for (int step = 0; step < kLoopSteps; ++step) loop.step(examples(step));
+                                   for (int replica = 0; replica < GetParam(); ++replica) {
+                                     EXPECT_LT((loop.values(replica) - expected).abs().max().item<double>(),
+                                               kLargestError);
+                                   }
+                                 }));
+  }
+  EXPECT_GT(simulated_nccl_calls(), calls);
+}
+
+INSTANTIATE_TEST_SUITE_P(Replicas, GpuStrategies, testing::Values(2, 3));
+
+TEST(GpuStrategiesBadInput, NcclIsForGpus) {
+  const auto mixed = [] {
+    MirroredStrategy({.devices = {"cuda:0", "cpu:0"}, .cross_device_ops = CrossDeviceOps::nccl});
+  };
+  expect_says(message_of<InvalidArgument>(mixed),
+              "cross_device_ops: nccl sums gradients on GPUs, and the strategy's devices are cuda:0, cpu:0");
+}
+
+}  // namespace
+}  // namespace lockstep
