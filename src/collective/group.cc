@@ -178,6 +178,32 @@ Work Group::start(std::vector<Call> calls, Deadline deadline) const {
   });
 }
 
+// The calls of `act` are one turn.
+Work Group::start(std::function<void(const RunCalls& run)> act, MemoryDevice device, Deadline deadline) const {
+  constexpr const char* kOperation = "a function that makes calls";
+  auto* const state = state_.get();
+  const auto act_in_turn = [state, deadline, act = std::move(act)](std::uint64_t number, const RunCalls& run) {
+    state->in_turn(number, deadline, kOperation, [&] { act(run); });
+  };
+  if (device.type != MemoryDevice::Type::host) {
+    auto work = std::make_shared<Work::State>();
+    act_in_turn(state->ticket_lock.take_number(), [state, deadline](const std::vector<Call>& calls) {
+      state->check(calls);
+      state->backend->enqueue(calls, deadline).join();
+    });
+    work->finish(nullptr);
+    return Work(std::move(work));
+  }
+  return state->progress.add([&]() -> std::function<void()> {
+    return [state, deadline, act_in_turn, number = state->ticket_lock.take_number()] {
+      act_in_turn(number, [state, deadline](const std::vector<Call>& calls) {
+        state->check(calls);
+        state->run_grouped(calls, deadline);
+      });
+    };
+  });
+}
+
 std::unique_ptr<Group> Group::split(int color, int key, Deadline deadline) const {
   const auto ranks = static_cast<std::size_t>(size());
   std::vector<std::int32_t> mine{color, key}, all(2 * ranks);

@@ -29,6 +29,8 @@ bool may_overlap(const Group& group, bool idle_cores) {
   return idle_cores || (group.backend() != "shm" && group.backend() != "threads");
 }
 
+bool is_half(DType dtype) { return dtype == DType::float16 || dtype == DType::bfloat16; }
+
 // The current stream of a GPU's tensor in this thread; backward's threads have streams of their own.
 std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
   if (!tensor.is_cuda()) return std::nullopt;
@@ -69,8 +71,9 @@ Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOption
       order_(all_slots(infos_.size())),
       slots_(infos_.size()) {
   const auto& wanted = options_.gradient_dtype;
-  if (wanted && *wanted != DType::float16 && *wanted != DType::bfloat16) {
-    throw InvalidArgument(text("gradients are sent as float16 or bfloat16, or as they are; not as ", name_of(*wanted)));
+  if (wanted && !is_half(*wanted) && *wanted != DType::int8) {
+    throw InvalidArgument(
+        text("gradients are sent as float16, bfloat16 or int8, or as they are; not as ", name_of(*wanted)));
   }
   for (const auto& slot : infos_) {
     try {
@@ -185,7 +188,7 @@ Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
     bucket.shown.parameters.push_back(infos_[slot].name);
   }
   const auto elements = layout.numel();
-  const bool in_16_bits = options_.gradient_dtype && type == at::kFloat;
+  const bool in_16_bits = options_.gradient_dtype && is_half(*options_.gradient_dtype) && type == at::kFloat;
   const auto dtype = in_16_bits ? *options_.gradient_dtype : ops::dtype_of(type);
   const auto count = static_cast<std::int64_t>(slots.size());
   bucket.names = std::make_shared<std::string>(first_of(bucket.shown.parameters));
@@ -207,6 +210,12 @@ Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
   if (options_.scatter) {
     bucket.cut = layout.cut(group_.size(), dtype);
     bucket.own = collective::share_of(bucket.cut.counts, 0, group_.rank());
+  }
+  if (options_.gradient_dtype == DType::int8 && type == at::kFloat) {
+    const auto device = options.device();
+    bucket.in_8_bits = options_.scatter
+                           ? std::make_unique<EightBitMean>(group_.rank(), bucket.cut.counts, device)
+                           : std::make_unique<EightBitMean>(group_.rank(), elements, group_.size(), device);
   }
   for (std::size_t k = 0; k < slots.size(); ++k) {
     const auto& place = layout.places()[k];
@@ -261,17 +270,35 @@ void Buckets::launch(Bucket& bucket) {
     bucket.work = options_.hook(group_, bucket.shown, ranks_.deadline());
     return;
   }
-  auto calls = calls_of(bucket);
-  for (auto& call : calls) {
-    call.tensors = bucket.names;
-    call.purpose = bucket.purpose;
-    call.stream = bucket.shown.stream;
+  if (bucket.in_8_bits) {
+    bucket.work = start_in_8_bits(bucket);
+    return;
   }
+  auto calls = calls_of(bucket);
+  for (auto& call : calls) describe(bucket, call);
   if (overlaps_) {
     bucket.work = group_.start(std::move(calls), ranks_.deadline());
   } else {
     group_.run(calls, ranks_.deadline());
   }
+}
+
+void Buckets::describe(const Bucket& bucket, Call& call) const {
+  call.tensors = bucket.names;
+  call.purpose = bucket.purpose;
+  call.stream = bucket.shown.stream;
+}
+
+Work Buckets::start_in_8_bits(const Bucket& bucket) const {
+  const auto reduce = [this, &bucket](const Group::RunCalls& run) {
+    const auto run_described = [&](std::vector<Call> calls) {
+      for (auto& call : calls) describe(bucket, call);
+      run(calls);
+    };
+    bucket.in_8_bits->reduce(bucket.input, /*gathers=*/!options_.scatter, run_described);
+    run_described({Call::all_reduce(buffer_of(bucket.flags), ReduceOp::mean)});
+  };
+  return group_.start(reduce, bucket.shown.buffer.device, ranks_.deadline());
 }
 
 std::vector<Call> Buckets::calls_of(const Bucket& bucket) const {

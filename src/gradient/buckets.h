@@ -14,6 +14,7 @@
 
 #include "base/mutex.h"
 #include "collective/calls.h"
+#include "gradient/eight_bit_mean.h"
 #include "gradient/ownership.h"
 #include "lockstep/collective/communicator.h"
 #include "lockstep/gradient/gradient_hook.h"
@@ -23,12 +24,12 @@ namespace lockstep::gradient {
 struct BucketOptions {
   std::size_t bucket_bytes = 0;              // 0: by the size of the model
   std::size_t first_bucket_bytes = 1 << 20;  // smaller, so that it is sent early
-  std::optional<DType> gradient_dtype;       // float16 or bfloat16: what float gradients are sent as
-  std::vector<std::int64_t> order;           // of slots, from an earlier training; empty: that of the first pass
-  GradientHook hook;                         // instead of all_reduce
-  bool idle_cores = false;                   // this process has more cores than it computes on
-  bool scatter = false;                      // reduce_scatter: a rank gets the means of its own shards alone
-  std::string called = "the gradients";      // what they are of, such as "DistributedDataParallel"
+  std::optional<DType> gradient_dtype;   // float16, bfloat16, or int8 (EightBitMean): what float gradients are sent as
+  std::vector<std::int64_t> order;       // of slots, from an earlier training; empty: that of the first pass
+  GradientHook hook;                     // instead of all_reduce
+  bool idle_cores = false;               // this process has more cores than it computes on
+  bool scatter = false;                  // reduce_scatter: a rank gets the means of its own shards alone
+  std::string called = "the gradients";  // what they are of, such as "DistributedDataParallel"
 };
 
 // A parameter, as Buckets needs to know it.
@@ -168,6 +169,7 @@ class Buckets {
     GradientBucket shown;  // the gradients, then the flags
     at::Tensor memory;
     at::Tensor input, mean, flags;
+    std::unique_ptr<EightBitMean> in_8_bits;  // null where values are sent as they lie in `memory`
     std::vector<std::size_t> slots;
     FlatLayout::Cut cut;                       // of input, where means are scattered
     collective::Slice own;                     // elements whose mean this rank gets
@@ -185,6 +187,8 @@ class Buckets {
   Bucket make_bucket(std::vector<std::size_t> slots);
   static at::Tensor own_part(const Bucket& bucket, const at::Tensor& of);
   std::vector<Call> calls_of(const Bucket& bucket) const;
+  void describe(const Bucket& bucket, Call& call) const;
+  Work start_in_8_bits(const Bucket& bucket) const;
   void start_pass();
   void launch(Bucket& bucket);
   void receive(Bucket& bucket);

@@ -12,9 +12,8 @@
 // Buffers may be on a GPU, the same one in all calls of a rank. A call is then enqueued in the order of the stream that
 // it names, and returns before it is done. Where it fails, buffers have no meaning, and later calls and `check` throw.
 //
-// Results do not depend on timing: every rank gets the same bits, and gets them again in the next run. float16 and
-// bfloat16 are summed in float32 (by NCCL rounded at each hop). mean is the sum divided by size(); integers round
-// towards zero.
+// Results do not depend on timing: every rank gets the same bits, in each run. float16 and bfloat16 are summed in
+// float32 (by NCCL rounded at each hop). mean is the sum divided by size(); integers round towards zero.
 #pragma once
 
 #include <functional>
@@ -34,19 +33,11 @@ using Counts = std::vector<std::size_t>;
 
 // One operation as a value. Ranks' calls agree when kind, dtype, operator, root, sizes and purpose do.
 struct Call {
+  // clang-format off
   enum class Kind : std::uint8_t {
-    barrier,
-    all_reduce,
-    reduce,
-    broadcast,
-    all_gather,
-    gather,
-    scatter,
-    reduce_scatter,
-    all_to_all,
-    send,
-    recv
+    barrier, all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, send, recv
   };
+  // clang-format on
 
   Kind kind = Kind::barrier;
   ConstBuffer input;
@@ -123,7 +114,7 @@ class Group {
  public:
   static constexpr std::size_t kBytesPerPack = 1 << 20;
 
-  // all_reduces of one grouped call are packed together up to `bytes_per_pack` bytes; larger ones go alone.
+  // all_reduces of one grouped call are packed together up to `bytes_per_pack` bytes.
   explicit Group(std::shared_ptr<GroupBackend> backend, std::size_t bytes_per_pack = kBytesPerPack);
 
   int rank() const;
@@ -140,6 +131,12 @@ class Group {
   // at once, by the caller's thread; their streams see the results after Work::wait.
   Work start(Call call, Deadline deadline) const;
   Work start(std::vector<Call> calls, Deadline deadline) const;
+
+  // Starts `act`, which makes calls with work between them, by `run`. No other call of this Group comes between.
+  // Buffers are on `device`. For host memory a thread of the Group calls act; for a GPU the caller does, and it
+  // enqueues.
+  using RunCalls = std::function<void(const std::vector<Call>& calls)>;
+  Work start(std::function<void(const RunCalls& run)> act, MemoryDevice device, Deadline deadline) const;
 
   // Shorthands for run(Call::...).
   void barrier(Deadline deadline) const { run(Call::barrier(), deadline); }
@@ -171,16 +168,16 @@ class Group {
   std::shared_ptr<GroupBackend> shared_backend() const;
   Group with_backend(std::shared_ptr<GroupBackend> backend) const;
 
-  // Returns the number of earlier calls on this rank. This numbers objects, such as pipelines, that all ranks make over
-  // a Group in one order. Not collective. Any thread.
+  // Returns the number of earlier calls on this rank, which numbers objects that all ranks make over a Group in one
+  // order. Not collective. Any thread.
   std::int64_t next_number() const;
 
   // True where buffers on `device`, this rank's, go from device to device; else they go through host memory.
   // Collective.
   bool reaches(MemoryDevice device, Deadline deadline) const;
 
-  // check: throws what has made the Group fail, and PeerLost where another rank's process has ended: a call on a GPU
-  // fails after it returned. synchronize: returns when all calls on a GPU that this rank has made are done, or throws.
+  // check: throws what has made the Group fail, and PeerLost where another rank has ended: a call on a GPU fails after
+  // it returned. synchronize: returns when all calls on a GPU that this rank has made are done, or throws.
   void check(Deadline deadline) const;
   void synchronize(Deadline deadline) const;
 
@@ -192,9 +189,8 @@ class Group {
   std::shared_ptr<State> state_;
 };
 
-// A Group whose ranks are threads of this process; element i is rank i's handle. Sums are direct: each rank reduces one
-// slice of every buffer, so an all-reduce reads and writes each byte once a rank.
-// A rank that waits spins for `spin` rounds before it sleeps; pass 0 when there are more ranks than cores.
+// A Group whose ranks are threads of this process; element i is rank i's handle. A rank that waits spins for `spin`
+// rounds before it sleeps; pass 0 when there are more ranks than cores.
 std::vector<Group> make_thread_groups(int size, int spin = 0);
 
 }  // namespace lockstep

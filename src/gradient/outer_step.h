@@ -1,0 +1,83 @@
+// The outer step of DiLoCo: ranks that train by themselves bring their values together.
+//
+//   delta    = mean over the ranks of (anchor - value)
+//   velocity = momentum * velocity + delta
+//   anchor   = anchor - learning_rate * (delta + momentum * velocity)
+//   value    = anchor
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gradient/eight_bit_mean.h"
+#include "lockstep/collective/communicator.h"
+#include "lockstep/gradient/diloco_options.h"
+
+namespace lockstep::gradient {
+
+// Throws InvalidArgument for an option out of its range.
+void check(const DiLoCoOptions& options);
+
+// One line an option: ranks must have the same.
+std::string describe(const DiLoCoOptions& options);
+
+// One thread at a time. All ranks make the same calls.
+class OuterStep {
+ public:
+  // `parameters`: float or double, with the same values on all ranks. Their memory may be replaced, but not their
+  // shapes. `called`: for messages and timelines.
+  OuterStep(const std::vector<at::Tensor>& parameters, Communicator ranks, DiLoCoOptions options, std::string called);
+  ~OuterStep();
+  OuterStep(const OuterStep&) = delete;
+  OuterStep& operator=(const OuterStep&) = delete;
+
+  // As DiLoCo::step and meet. `step` returns whether values of this rank have changed; see is_together.
+  bool step();
+  void meet();
+
+  // True where all values are those of a meeting, with the same bits on all ranks.
+  bool is_together() const { return is_together_; }
+  std::int64_t steps() const { return steps_; }
+  const Communicator& ranks() const { return ranks_; }
+
+  // The tensors of the state, which belong to this object. `shared` are the same on all ranks: anchors, then velocities
+  // where there is momentum. `own` are what rounding has lost on this rank.
+  std::vector<at::Tensor> shared() const;
+  std::vector<at::Tensor> own() const;
+
+  // Called after a state was loaded into these tensors: values become the anchors.
+  void restore(std::int64_t steps);
+
+ private:
+  // Consecutive parameters of one part, dtype and device, one after the other.
+  struct Piece {
+    std::vector<at::Tensor> parameters;
+    at::Tensor anchor, velocity, delta, sent;  // flat; velocity and sent are undefined where they are not used
+    std::unique_ptr<EightBitMean> in_8_bits;
+  };
+  struct Part {
+    std::vector<Piece> pieces;
+    std::int64_t due = 0;  // meets at steps with this remainder
+    Purpose purpose;
+    std::optional<Work> work = {};
+    std::int64_t ends_at = 0;  // of the work: a number of steps
+  };
+
+  static void add_to(std::vector<Piece>& pieces, const at::Tensor& parameter);
+  void complete(Piece& piece) const;
+  void begin(Part& part);
+  void end(Part& part, double mixing);
+
+  const Communicator ranks_;
+  const DiLoCoOptions options_;
+  std::vector<Part> parts_;
+  std::int64_t steps_ = 0;
+  bool is_together_ = true;
+};
+
+}  // namespace lockstep::gradient
