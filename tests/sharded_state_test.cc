@@ -132,7 +132,7 @@ TEST_F(ShardedState, ElasticWorkersHaveTwoShares) {
   EXPECT_LE(largest_difference(train_on(options, sgd, at::kFloat).weights, floats.weights), 1e-2);
 }
 
-TEST_F(ShardedState, SmallBucketsOverANetworkAndGradientsOf16Bits) {
+TEST_F(ShardedState, SmallBucketsOverANetworkAndGradientsOfFewerBits) {
   const auto adam = Adam({.learning_rate = 0.01, .epsilon = 1e-2, .global_clipnorm = 0.5});
   WorkerOptions options{.workers = 3, .replicas = 2, .hosts_differ = true, .shard_optimizer_state = true};
   options.communication.bucket_cap_mb = options.communication.first_bucket_mb = 1e-4;
@@ -142,7 +142,7 @@ TEST_F(ShardedState, SmallBucketsOverANetworkAndGradientsOf16Bits) {
   const auto floats = train_on({.workers = 2}, sgd, at::kFloat);
   for (const bool hosts_differ : {false, true}) {
     options.hosts_differ = hosts_differ;
-    for (const auto dtype : {DType::bfloat16, DType::float16}) {
+    for (const auto dtype : {DType::bfloat16, DType::float16, DType::int8}) {
       options.communication.gradient_dtype = dtype;
       EXPECT_LE(largest_difference(train_on(options, sgd, at::kFloat).weights, floats.weights), 1e-2);
     }

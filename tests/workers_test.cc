@@ -67,9 +67,9 @@ TEST_P(Workers, FitGivesTheWeightsOfOneProcess) {
   apart.communication.bucket_cap_mb = apart.communication.first_bucket_mb = 1e-4;
   compare(adam, at::kDouble, 50, true, 1e-9, apart);
   compare(clipped, at::kDouble, 50, false, 1e-9, apart);
-  for (const auto dtype : {DType::bfloat16, DType::float16}) {
+  for (const auto dtype : {DType::bfloat16, DType::float16, DType::int8}) {
     apart.communication.gradient_dtype = dtype;
-    compare(SGD({.learning_rate = 0.05}), at::kFloat, 20, true, dtype == DType::bfloat16 ? 1e-2 : 1e-3, apart);
+    compare(SGD({.learning_rate = 0.05}), at::kFloat, 20, true, dtype == DType::float16 ? 1e-3 : 1e-2, apart);
     compare(SGD({.learning_rate = 0.05}), at::kDouble, 20, true, 1e-9, apart);  // sent as they are
   }
 }

@@ -331,25 +331,33 @@ TEST(Ddp, RanksStartWithRankZerosValuesAndDifferentModulesAreNamed) {
   });
 }
 
-TEST(Ddp, SixteenBitsOnTheWireAreCloseAndTheSameOnAllRanks) {
+void expect_close_with(DType dtype) {
   collective::on_ranks(3, [&](const Group& group) {
     auto net = make_net();
     net->to(at::kFloat);
-    DistributedDataParallel ddp(net, group, {.gradient_dtype = DType::bfloat16});
+    DistributedDataParallel ddp(net, group, {.gradient_dtype = dtype});
     auto exact = make_net();
     exact->to(at::kFloat);
-    for (const auto& batch : batches(4, 3)) {
+    float largest = 0;  // with 8 bits of all so far: they share blocks, and what was lost of a gradient is sent later
+    const auto all = batches(4, 3);
+    for (const auto& batch : all) {
       const auto part = part_of(batch, group.rank(), group.size());
       net->zero_grad();
       exact->zero_grad();
       const auto loss = [](const Tensor& output, const Tensor& y) { return at::mse_loss(output, y.to(at::kFloat)); };
       loss(ddp(part.x.to(at::kFloat)), part.y).backward();
       loss(exact->forward(batch.x.to(at::kFloat)), batch.y).backward();
+      for (const auto& parameter : exact->parameters()) {
+        if (parameter.grad().defined()) largest = std::max(largest, parameter.grad().abs().max().item<float>());
+      }
       for (const auto& parameter : exact->named_parameters()) {
         if (!parameter.value().grad().defined()) continue;
         const auto mine = net->named_parameters()[parameter.key()].grad();
-        const auto largest = parameter.value().grad().abs().max().item<float>();
-        EXPECT_LE((mine - parameter.value().grad()).abs().max().item<float>(), 0.01 * largest) << parameter.key();
+        if (dtype != DType::int8) largest = parameter.value().grad().abs().max().item<float>();
+        // What was lost of a full batch counts for more in the mean of a smaller one.
+        const auto smaller = dtype == DType::int8 ? static_cast<float>(all[0].x.size(0)) / batch.x.size(0) : 1;
+        EXPECT_LE((mine - parameter.value().grad()).abs().max().item<float>(), 0.01 * largest * smaller)
+            << parameter.key();
         auto first = mine.clone();
         group.broadcast({first.data_ptr(), static_cast<std::size_t>(first.numel()), DType::float32}, 0,
                         Deadline::after(std::chrono::seconds(30)));
@@ -357,6 +365,10 @@ TEST(Ddp, SixteenBitsOnTheWireAreCloseAndTheSameOnAllRanks) {
       }
     }
   });
+}
+
+TEST(Ddp, FewerBitsOnTheWireAreCloseAndTheSameOnAllRanks) {
+  for (const auto dtype : {DType::bfloat16, DType::float16, DType::int8}) expect_close_with(dtype);
 }
 
 TEST(Ddp, TimelinesNameTheParameters) {
