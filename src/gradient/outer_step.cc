@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "base/text.h"
+#include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/tensors.h"
@@ -46,7 +47,9 @@ OuterStep::OuterStep(const std::vector<at::Tensor>& parameters, Communicator ran
   for (const auto& parameter : parameters) {
     const auto part =
         std::min<std::int64_t>(options_.parts - 1, before * options_.parts / std::max<std::int64_t>(1, all));
-    add_to(parts_[static_cast<std::size_t>(part)].pieces, parameter);
+    auto& pieces = parts_[static_cast<std::size_t>(part)].pieces;
+    const auto begin = add_to(pieces, parameter);
+    places_.push_back({static_cast<std::size_t>(part), pieces.size() - 1, begin, parameter.numel()});
     before += parameter.numel();
   }
   for (auto& part : parts_) {
@@ -63,12 +66,16 @@ OuterStep::~OuterStep() {
   }
 }
 
-void OuterStep::add_to(std::vector<Piece>& pieces, const at::Tensor& parameter) {
+// Returns where the parameter begins in the last piece.
+std::int64_t OuterStep::add_to(std::vector<Piece>& pieces, const at::Tensor& parameter) {
   const auto fits = [&](const at::Tensor& first) {
     return first.scalar_type() == parameter.scalar_type() && first.device() == parameter.device();
   };
   if (pieces.empty() || !fits(pieces.back().parameters[0])) pieces.emplace_back();
+  std::int64_t begin = 0;
+  for (const auto& each : pieces.back().parameters) begin += each.numel();
   pieces.back().parameters.push_back(parameter);
+  return begin;
 }
 
 // Makes the piece's state, from its parameters' values.
@@ -153,7 +160,6 @@ void OuterStep::begin(Part& part) {
   part.work = ranks_.group().start(average, device, ranks_.deadline());
 }
 
-// `mixing`: how much of this rank's own values stays.
 void OuterStep::end(Part& part, double mixing) {
   const at::NoGradGuard no_grad;
   if (part.work) part.work->wait();
@@ -164,19 +170,58 @@ void OuterStep::end(Part& part, double mixing) {
       piece.delta.add_(piece.velocity, options_.momentum);
     }
     piece.anchor.sub_(piece.delta, options_.learning_rate);
-    std::int64_t at = 0;
-    for (auto& parameter : piece.parameters) {
-      const auto value = piece.anchor.narrow(0, at, parameter.numel()).view(parameter.sizes());
-      at += parameter.numel();
-      if (mixing == 0) {
-        parameter.copy_(value);
-      } else {
-        parameter.mul_(mixing).add_(value, 1 - mixing);
-      }
+    set_values(piece, mixing);
+  }
+}
+
+// `mixing`: how much of this rank's own values stays.
+void OuterStep::set_values(Piece& piece, double mixing) {
+  std::int64_t at = 0;
+  for (auto& parameter : piece.parameters) {
+    const auto value = piece.anchor.narrow(0, at, parameter.numel()).view(parameter.sizes());
+    at += parameter.numel();
+    if (mixing == 0) {
+      parameter.copy_(value);
+    } else {
+      parameter.mul_(mixing).add_(value, 1 - mixing);
     }
   }
 }
 
+void OuterStep::begin_anew_from(std::size_t parameter) {
+  const at::NoGradGuard no_grad;
+  const auto& place = places_[parameter];
+  auto& part = parts_[place.part];
+  auto& piece = part.pieces[place.piece];
+  if (part.work) part.work->wait();  // its result is from another value
+  const auto range = [&](const at::Tensor& flat) { return flat.narrow(0, place.begin, place.numel); };
+  std::int64_t at = 0;
+  for (const auto& each : piece.parameters) {
+    if (at == place.begin) range(piece.anchor).copy_(each.detach().reshape({-1}));
+    at += each.numel();
+  }
+  range(piece.delta).zero_();
+}
+
+// --- the state in a file
+
+namespace {
+
+std::string joined(const std::string& prefix, const std::string& name) {
+  return prefix.empty() ? name : prefix + "/" + name;
+}
+
+// Returns the archive's tensor. Throws where it has not the shape and the dtype of `like`.
+at::Tensor load_like(const Archive& archive, const std::string& name, const at::Tensor& like) {
+  const auto loaded = data::from_stored(archive.tensor(name));
+  if (loaded.sizes() == like.sizes() && loaded.scalar_type() == like.scalar_type()) return loaded;
+  throw InvalidArgument(text("the checkpoint's ", name, " is ", loaded.scalar_type(), " ", loaded.sizes(),
+                             "; here it is ", like.scalar_type(), " ", like.sizes()));
+}
+
+}  // namespace
+
+// Anchors, and velocities where there is momentum: the same on all ranks.
 std::vector<at::Tensor> OuterStep::shared() const {
   std::vector<at::Tensor> tensors;
   for (const auto& part : parts_) {
@@ -188,7 +233,7 @@ std::vector<at::Tensor> OuterStep::shared() const {
   return tensors;
 }
 
-std::vector<at::Tensor> OuterStep::own() const {
+std::vector<at::Tensor> OuterStep::residuals() const {
   std::vector<at::Tensor> tensors;
   for (const auto& part : parts_) {
     for (const auto& piece : part.pieces) {
@@ -200,21 +245,65 @@ std::vector<at::Tensor> OuterStep::own() const {
   return tensors;
 }
 
-void OuterStep::restore(std::int64_t steps) {
-  const at::NoGradGuard no_grad;
-  for (auto& part : parts_) {
-    if (part.work) part.work->wait();
-    part.work.reset();
-    for (auto& piece : part.pieces) {
-      std::int64_t at = 0;
-      for (auto& parameter : piece.parameters) {
-        parameter.copy_(piece.anchor.narrow(0, at, parameter.numel()).view(parameter.sizes()));
-        at += parameter.numel();
-      }
-    }
+// What rounding has lost on this rank: flat, in host memory.
+at::Tensor OuterStep::lost() const {
+  std::vector<at::Tensor> flat{at::empty({0})};
+  for (const auto& tensor : residuals()) flat.push_back(tensor.cpu().view({-1}));
+  return at::cat(flat);
+}
+
+void OuterStep::save(Archive& archive, const std::string& prefix) const {
+  if (!is_together_) {
+    throw InvalidArgument(text("between two meetings the ranks' values differ: save after a meeting, which each ",
+                               options_.steps,
+                               "th step makes where all parts meet at once, as do the end of an epoch and meet()"));
   }
-  steps_ = steps;
-  is_together_ = true;
+  archive.entries[joined(prefix, "steps")] = std::to_string(steps_);
+  const auto tensors = shared();
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    archive.tensors[joined(prefix, text("shared", i))] = data::to_stored(tensors[i]);
+  const auto& group = ranks_.group();
+  const auto mine = lost();
+  const auto sizes = all_gather(group, at::full({1}, mine.numel(), at::kLong), ranks_.deadline());
+  archive.tensors[joined(prefix, "lost_sizes")] = data::to_stored(sizes);
+  archive.tensors[joined(prefix, "lost")] = data::to_stored(all_gather(group, mine, ranks_.deadline()));
+}
+
+std::function<void()> OuterStep::load(const Archive& archive, const std::string& prefix) {
+  const auto steps = archive.integer(joined(prefix, "steps"));
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
+  const auto tensors = shared();
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    copies.emplace_back(tensors[i], load_like(archive, joined(prefix, text("shared", i)), tensors[i]));
+  const auto lost = lost_in(archive, prefix);
+  return [this, steps, copies, lost] {
+    const at::NoGradGuard no_grad;
+    for (auto& part : parts_) {
+      if (part.work) part.work->wait();
+      part.work.reset();
+    }
+    for (const auto& [to, from] : copies) to.copy_(from);
+    std::int64_t at = 0;
+    for (auto& tensor : residuals()) {
+      tensor.copy_(lost.narrow(0, at, tensor.numel()).view(tensor.sizes()));
+      at += tensor.numel();
+    }
+    for (auto& part : parts_) {
+      for (auto& piece : part.pieces) set_values(piece, /*mixing=*/0);
+    }
+    steps_ = steps;
+    is_together_ = true;
+  };
+}
+
+// This rank's part of what was lost; zeros where there were other ranks.
+at::Tensor OuterStep::lost_in(const Archive& archive, const std::string& prefix) const {
+  const auto mine = lost();
+  const auto all = data::from_stored(archive.tensor(joined(prefix, "lost")));
+  const auto sizes = data::from_stored(archive.tensor(joined(prefix, "lost_sizes")));
+  const auto rank = ranks_.rank();
+  if (sizes.numel() != ranks_.size() || sizes[rank].item<std::int64_t>() != mine.numel()) return at::zeros_like(mine);
+  return all.narrow(0, sizes.narrow(0, 0, rank).sum().item<std::int64_t>(), mine.numel());
 }
 
 }  // namespace lockstep::gradient

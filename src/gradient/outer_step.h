@@ -9,12 +9,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "gradient/eight_bit_mean.h"
+#include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/collective/communicator.h"
 #include "lockstep/gradient/diloco_options.h"
 
@@ -45,13 +47,12 @@ class OuterStep {
   std::int64_t steps() const { return steps_; }
   const Communicator& ranks() const { return ranks_; }
 
-  // The tensors of the state, which belong to this object. `shared` are the same on all ranks: anchors, then velocities
-  // where there is momentum. `own` are what rounding has lost on this rank.
-  std::vector<at::Tensor> shared() const;
-  std::vector<at::Tensor> own() const;
+  // Called on all ranks after the parameter with this number got the same value on all, from a file, say.
+  void begin_anew_from(std::size_t parameter);
 
-  // Called after a state was loaded into these tensors: values become the anchors.
-  void restore(std::int64_t steps);
+  // Saves or loads the state under a prefix, as a Trackable does (DiLoCo::trackable). Loading sets the values.
+  void save(Archive& archive, const std::string& prefix) const;
+  std::function<void()> load(const Archive& archive, const std::string& prefix);
 
  private:
   // Consecutive parameters of one part, dtype and device, one after the other.
@@ -68,14 +69,26 @@ class OuterStep {
     std::int64_t ends_at = 0;  // of the work: a number of steps
   };
 
-  static void add_to(std::vector<Piece>& pieces, const at::Tensor& parameter);
+  // Where the parameter with some number lies.
+  struct Place {
+    std::size_t part, piece;
+    std::int64_t begin, numel;  // elements
+  };
+
+  static std::int64_t add_to(std::vector<Piece>& pieces, const at::Tensor& parameter);
+  static void set_values(Piece& piece, double mixing);
   void complete(Piece& piece) const;
   void begin(Part& part);
   void end(Part& part, double mixing);
+  std::vector<at::Tensor> shared() const;
+  at::Tensor lost() const;
+  at::Tensor lost_in(const Archive& archive, const std::string& prefix) const;
+  std::vector<at::Tensor> residuals() const;
 
   const Communicator ranks_;
   const DiLoCoOptions options_;
   std::vector<Part> parts_;
+  std::vector<Place> places_;  // [parameter]
   std::int64_t steps_ = 0;
   bool is_together_ = true;
 };

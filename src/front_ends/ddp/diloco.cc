@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "base/text.h"
-#include "data/stored_tensor.h"
 #include "gradient/outer_step.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -41,18 +40,6 @@ std::string describe(const Trained& trained, const DiLoCoOptions& options) {
   return all;
 }
 
-std::string joined(const std::string& prefix, const std::string& name) {
-  return prefix.empty() ? name : prefix + "/" + name;
-}
-
-// The archive's tensor in the shape and dtype of `like`.
-Tensor load_like(const Archive& archive, const std::string& name, const Tensor& like) {
-  const auto loaded = data::from_stored(archive.tensor(name));
-  if (loaded.sizes() == like.sizes() && loaded.scalar_type() == like.scalar_type()) return loaded;
-  throw InvalidArgument(text("the checkpoint's ", name, " is ", loaded.scalar_type(), " ", loaded.sizes(),
-                             "; here it is ", like.scalar_type(), " ", like.sizes()));
-}
-
 }  // namespace
 
 class DiLoCo::Impl {
@@ -70,40 +57,6 @@ class DiLoCo::Impl {
     return outer_->is_together();
   }
   gradient::OuterStep& outer() { return *outer_; }
-
-  void save(Archive& archive, const std::string& prefix) {
-    if (!outer_->is_together()) {
-      throw InvalidArgument(
-          "DiLoCo: the ranks' values differ between two meetings: save where step() returns true, or after meet()");
-    }
-    archive.entries[joined(prefix, "steps")] = std::to_string(outer_->steps());
-    const auto shared = outer_->shared();
-    for (std::size_t i = 0; i < shared.size(); ++i)
-      archive.tensors[joined(prefix, text("shared", i))] = data::to_stored(shared[i]);
-    const auto& ranks = outer_->ranks();
-    const auto lost = own();
-    const auto sizes = all_gather(ranks.group(), at::full({1}, lost.numel(), at::kLong), ranks.deadline());
-    archive.tensors[joined(prefix, "lost_sizes")] = data::to_stored(sizes);
-    archive.tensors[joined(prefix, "lost")] = data::to_stored(all_gather(ranks.group(), lost, ranks.deadline()));
-  }
-
-  std::function<void()> load(const Archive& archive, const std::string& prefix) {
-    const auto steps = archive.integer(joined(prefix, "steps"));
-    std::vector<std::pair<Tensor, Tensor>> copies;  // to, from
-    const auto shared = outer_->shared();
-    for (std::size_t i = 0; i < shared.size(); ++i)
-      copies.emplace_back(shared[i], load_like(archive, joined(prefix, text("shared", i)), shared[i]));
-    const auto lost = lost_here(archive, prefix);
-    return [this, steps, copies, lost] {
-      for (const auto& [to, from] : copies) to.copy_(from);
-      std::int64_t at = 0;
-      for (auto& tensor : outer_->own()) {
-        Tensor(tensor).copy_(lost.narrow(0, at, tensor.numel()).view(tensor.sizes()));
-        at += tensor.numel();
-      }
-      outer_->restore(steps);
-    };
-  }
 
  private:
   static Trained checked(const torch::OrderedDict<std::string, Tensor>& parameters, const Communicator& ranks,
@@ -130,24 +83,6 @@ class DiLoCo::Impl {
     }
   }
 
-  // What rounding has lost on this rank: flat.
-  Tensor own() const {
-    std::vector<Tensor> flat{at::empty({0})};
-    for (const auto& tensor : outer_->own()) flat.push_back(tensor.view({-1}));
-    return at::cat(flat);
-  }
-
-  // This rank's part of what was lost; zeros where there were other ranks.
-  Tensor lost_here(const Archive& archive, const std::string& prefix) const {
-    const auto mine = own();
-    const auto all = data::from_stored(archive.tensor(joined(prefix, "lost")));
-    const auto sizes = data::from_stored(archive.tensor(joined(prefix, "lost_sizes")));
-    const auto rank = outer_->ranks().rank();
-    if (sizes.numel() != outer_->ranks().size() || sizes[rank].item<std::int64_t>() != mine.numel())
-      return at::zeros_like(mine);
-    return all.narrow(0, sizes.narrow(0, 0, rank).sum().item<std::int64_t>(), mine.numel());
-  }
-
   const torch::OrderedDict<std::string, Tensor> parameters_;
   const Trained trained_;
   std::optional<gradient::OuterStep> outer_;
@@ -161,10 +96,10 @@ void DiLoCo::meet() { impl_->outer().meet(); }
 std::int64_t DiLoCo::steps() const { return impl_->outer().steps(); }
 
 Trackable DiLoCo::trackable() const {
-  return {
-      .save = [impl = impl_](Archive& archive, const std::string& prefix) { impl->save(archive, prefix); },
-      .load = [impl = impl_](const Archive& archive, const std::string& prefix) { return impl->load(archive, prefix); },
-      .ranks = impl_->outer().ranks()};
+  return {.save = [impl = impl_](Archive& archive, const std::string& prefix) { impl->outer().save(archive, prefix); },
+          .load = [impl = impl_](const Archive& archive,
+                                 const std::string& prefix) { return impl->outer().load(archive, prefix); },
+          .ranks = impl_->outer().ranks()};
 }
 
 }  // namespace lockstep

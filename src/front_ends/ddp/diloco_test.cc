@@ -245,7 +245,7 @@ TEST(DiLoCo, SavingBetweenMeetingsAndChangesOfTheTrainedAreRefused) {
   DiLoCo diloco(trainee.net->named_parameters(), make_thread_groups(1)[0], {.steps = 2});
   diloco.step();
   Archive archive;
-  expect_says(message_of<InvalidArgument>([&] { diloco.trackable().save(archive, ""); }), "save where step() returns");
+  expect_says(message_of<InvalidArgument>([&] { diloco.trackable().save(archive, ""); }), "save after a meeting");
   trainee.net->frozen.set_requires_grad(true);
   expect_says(message_of<InvalidArgument>([&] { diloco.step(); }), "\"frozen\" was frozen when this was made");
 }
