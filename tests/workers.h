@@ -34,6 +34,8 @@ struct WorkerOptions {
   bool shard_optimizer_state = false;
   bool elastic = false;
   bool replace_differing_copies = false;
+  std::optional<DiLoCoOptions> diloco = {};
+  int workers_per_group = 1;
 };
 
 // Runs body(strategy) on each worker at once; element r is what worker r threw, or empty.
@@ -56,6 +58,8 @@ inline std::vector<std::string> run_workers(const WorkerOptions& options,
                                           .cluster = cluster,
                                           .shard_optimizer_state = options.shard_optimizer_state,
                                           .elastic = options.elastic ? std::optional(ElasticOptions()) : std::nullopt,
+                                          .diloco = options.diloco,
+                                          .workers_per_group = options.workers_per_group,
                                           .compare_copies_every = compare_copies_every,
                                           .replace_differing_copies = options.replace_differing_copies,
                                           .start_timeout_seconds = 30}));

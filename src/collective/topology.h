@@ -26,6 +26,7 @@ struct Topology {
   Communicator data;       // those with other examples
   Communicator tokens;     // those with other examples, or other positions of one's sequences
   Communicator gradients;  // those whose gradients are summed after backward: other examples, and the same parameters
+  Communicator meetings;   // those that train apart from this one, and bring their values together now and then
   Communicator same_part;  // one of each copy of a model: those with the same part of it
   Communicator positions;  // those with the same examples, and other positions of their sequences
   Communicator tensor;     // those that divide layers

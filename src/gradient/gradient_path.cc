@@ -1,5 +1,6 @@
 #include "gradient/gradient_path.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 
 #include <algorithm>
@@ -72,15 +73,18 @@ std::unique_ptr<gradient::Reduction> reduction_for(ReplicatedParameters& paramet
 
 void prepare_reduction(gradient::Reduction& reduction, const ReplicatedParameters& parameters,
                        const Optimizer& optimizer, const Communicator& ranks) {
-  if (ranks.size() > 1)
-    ranks.check_all_agree("optimizers", text(optimizer::describe(optimizer), "\n", parameters.describe_frozen()));
+  const auto settings = text(optimizer::describe(optimizer), "\n", parameters.describe_frozen());
+  for (const auto& all : {ranks, parameters.topology().meetings}) {
+    if (all.size() > 1) all.check_all_agree("optimizers", settings);
+  }
   reduction.prepare();
 }
 
 // True where the strategy's workers prepare at once: those that come later do so when they are alone.
 bool is_prepared_at_once(const ReplicatedParameters& parameters, const Communicator& ranks,
                          const gradient::GradientPathOptions& options) {
-  return parameters.topology().gradients.size() > 1 || options.replicas || (options.elastic && ranks.size() == 1);
+  return parameters.topology().gradients.size() > 1 || options.diloco || options.replicas ||
+         (options.elastic && ranks.size() == 1);
 }
 
 std::unique_ptr<gradient::Reduction> make_reduction(ReplicatedParameters& parameters, const Optimizer& optimizer,
@@ -125,9 +129,60 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
     const auto& same_parts = parameters_->is_split() ? parameters_->topology().same_part : ranks_;
     moving_state_.emplace(parameters_, same_parts, reduction_->ownership(), !options.elastic->is_newcomer);
   }
+  if (options.diloco) begin_apart(*options.diloco);
   if (!is_prepared_at_once(*parameters_, ranks_, options)) return;
   hooks_.install();
   prepared_ = true;
+}
+
+// All begin with the chief's values: after an earlier optimizer's last meeting they may differ.
+void GradientPath::begin_apart(const DiLoCoOptions& options) {
+  if (updater_.loss_scale().used()) {
+    throw InvalidArgument(
+        "`diloco` is not for a LossScaleOptimizer, whose scale would differ between workers: bfloat16 needs none");
+  }
+  std::vector<at::Tensor> trained, values;
+  for (const auto& slot : parameters_->slots()) {
+    if (!slot.trainable) continue;
+    trained.push_back(parameters_->flat(0, slot.dtype).narrow(0, slot.offset, slot.numel).view(slot.sizes));
+  }
+  for (const auto dtype : {at::kFloat, at::kDouble}) values.push_back(parameters_->flat(0, dtype));
+  broadcast(parameters_->topology().all.with_purpose(Purpose("the values with which workers begin")), values);
+  parameters_->spread_first_copy();
+  outer_ = std::make_shared<gradient::OuterStep>(trained, parameters_->topology().meetings, options, "variables");
+  std::vector<std::size_t> number(parameters_->slots().size());  // [slot]: among those that are trained
+  for (std::size_t i = 0, next = 0; i < number.size(); ++i) {
+    number[i] = next;
+    next += parameters_->slots()[i].trainable ? 1 : 0;
+  }
+  const std::weak_ptr<gradient::OuterStep> outer = outer_;
+  parameters_->watch_values({.on_assign =
+                                 [outer, number, parameters = parameters_.get()](std::size_t slot) {
+                                   const auto alive = outer.lock();
+                                   if (alive && parameters->slots()[slot].trainable)
+                                     alive->begin_anew_from(number[slot]);
+                                 },
+                             .before_save =
+                                 [outer] {
+                                   if (const auto alive = outer.lock()) alive->require_together();
+                                 }});
+}
+
+void GradientPath::meet() {
+  if (!outer_) return;
+  outer_->meet();
+  parameters_->spread_first_copy();
+}
+
+// Each replica calls it at the end of a step, when its update is complete.
+void GradientPath::step_outside(const Group& replicas, Deadline deadline) {
+  const int replica = replicas.rank();
+  if (replica == 0) met_ = outer_->step();
+  replicas.barrier(deadline);
+  if (!met_ || replica == 0 || replica >= parameters_->copies()) return;
+  const at::NoGradGuard no_grad;
+  for (const auto dtype : {at::kFloat, at::kDouble})
+    parameters_->flat(replica, dtype).copy_(parameters_->flat(0, dtype));
 }
 
 void GradientPath::prepare() {
@@ -192,6 +247,7 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   }
   if (replica == 0 && sums.weight > 0 && !is_counted) move_loss_scale(sums.finite);
   replicas.barrier(deadline);  // every copy is written, and no other replica reads this one's gradients any more
+  if (outer_) step_outside(replicas, deadline);
   parameters_->refresh(replica);
   if (replica == 0 && updates && !is_counted) count_update();  // before anything else that may throw
   reduction_->end_step(replica, gradient::Reduction::StepEnd::complete);

@@ -13,6 +13,7 @@
 #include "gradient/direct.h"
 #include "gradient/gradient_hooks.h"
 #include "gradient/moving_state.h"
+#include "gradient/outer_step.h"
 #include "gradient/reduction.h"
 #include "gradient/updater.h"
 
@@ -51,6 +52,7 @@ struct GradientPathOptions {
   std::int64_t compare_copies_every = 100;            // steps, with several processes; 0: never
   bool replace_differing_copies = false;              // by those that most processes have
   std::optional<ElasticRanks> elastic = {};
+  std::optional<DiLoCoOptions> diloco = {};  // with the topology's `meetings`
 };
 
 }  // namespace lockstep::gradient
@@ -113,6 +115,11 @@ class GradientPath {
   // True where each process has a part of the optimizer's state, which may be lost with some processes.
   bool divides_state() const { return reduction_->ownership().is_sharded(); }
 
+  // For processes that train by themselves (GradientPathOptions::diloco): a meeting now, after which all values are
+  // equal. Does nothing for others. Collective over the workers, between steps.
+  void meet();
+  gradient::OuterStep* outer_step() const { return outer_.get(); }  // null for others
+
   // For steps that are recorded and replayed (Placement::device, no scaled loss). update_recorded enqueues what `apply`
   // does on the device, for one replica; Updater::begin_step copies the learning rate to the device before each replay,
   // and Updater::count_step counts the update.
@@ -133,6 +140,8 @@ class GradientPath {
   std::int64_t compare_copies_every() const { return compare_copies_every_; }
 
  private:
+  void begin_apart(const DiLoCoOptions& options);
+  void step_outside(const Group& replicas, Deadline deadline);
   void count_update();
   void move_loss_scale(bool finite);
   bool compares() const;
@@ -150,6 +159,8 @@ class GradientPath {
   gradient::GradientHooks hooks_;
   std::int64_t regroups_;                              // of all workers, with whose Groups the next step is made
   std::optional<gradient::MovingState> moving_state_;  // in an elastic job
+  std::shared_ptr<gradient::OuterStep> outer_;         // where processes train by themselves
+  bool met_ = false;  // whether the step that ends now has changed values by meeting; written by replica 0
   bool prepared_ = false;
 };
 

@@ -34,7 +34,7 @@ std::string describe(const DiLoCoOptions& options) {
 
 OuterStep::OuterStep(const std::vector<at::Tensor>& parameters, Communicator ranks, DiLoCoOptions options,
                      std::string called)
-    : ranks_(std::move(ranks)), options_(options) {
+    : ranks_(std::move(ranks)), options_(options), called_(std::move(called)) {
   check(options_);
   const at::NoGradGuard no_grad;
   std::int64_t all = 0, before = 0;
@@ -42,7 +42,7 @@ OuterStep::OuterStep(const std::vector<at::Tensor>& parameters, Communicator ran
   for (int part = 0; part < options_.parts; ++part) {
     parts_.push_back({.pieces = {},
                       .due = options_.steps * (part + 1) / options_.parts % options_.steps,
-                      .purpose = Purpose(text("part ", part, " of ", called))});
+                      .purpose = Purpose(text("part ", part, " of ", called_))});
   }
   for (const auto& parameter : parameters) {
     const auto part =
@@ -252,12 +252,16 @@ at::Tensor OuterStep::lost() const {
   return at::cat(flat);
 }
 
+void OuterStep::require_together() const {
+  if (is_together_) return;
+  throw InvalidArgument(text(
+      "between two meetings ", called_, " differ from rank to rank: save at the end of an epoch, or ",
+      options_.parts == 1 && options_.overlap == 0 ? text("after a number of steps that ", options_.steps, " divides")
+                                                   : "after meet()"));
+}
+
 void OuterStep::save(Archive& archive, const std::string& prefix) const {
-  if (!is_together_) {
-    throw InvalidArgument(text("between two meetings the ranks' values differ: save after a meeting, which each ",
-                               options_.steps,
-                               "th step makes where all parts meet at once, as do the end of an epoch and meet()"));
-  }
+  require_together();
   archive.entries[joined(prefix, "steps")] = std::to_string(steps_);
   const auto tensors = shared();
   for (std::size_t i = 0; i < tensors.size(); ++i)

@@ -44,6 +44,7 @@ class OuterStep {
 
   // True where all values are those of a meeting, with the same bits on all ranks.
   bool is_together() const { return is_together_; }
+  void require_together() const;  // throws InvalidArgument, which says when values can be saved
   std::int64_t steps() const { return steps_; }
   const Communicator& ranks() const { return ranks_; }
 
@@ -87,6 +88,7 @@ class OuterStep {
 
   const Communicator ranks_;
   const DiLoCoOptions options_;
+  const std::string called_;
   std::vector<Part> parts_;
   std::vector<Place> places_;  // [parameter]
   std::int64_t steps_ = 0;

@@ -305,7 +305,8 @@ std::string ReplicatedParameters::difference_between_copies() const {
   return "";
 }
 
-void ReplicatedParameters::warn_of_difference() const {
+void ReplicatedParameters::check_save() const {
+  if (watch_.before_save) watch_.before_save();
   const auto difference = difference_between_copies();
   if (!difference.empty()) log_warning(difference + "; replica 0's are saved");
 }
@@ -382,8 +383,9 @@ void ReplicatedParameters::assign(std::size_t slot, const at::Tensor& value) {
     if (!parameter(replica, slot).is_same(value)) parameter(replica, slot).copy_(value);
   }
   const auto& info = slots_[slot];
-  if (placement_ != gradient::Placement::staged || !info.flat) return;
-  flat(0, info.dtype).narrow(0, info.offset, info.numel).view(info.sizes).copy_(value);
+  if (placement_ == gradient::Placement::staged && info.flat)
+    flat(0, info.dtype).narrow(0, info.offset, info.numel).view(info.sizes).copy_(value);
+  if (watch_.on_assign) watch_.on_assign(slot);
 }
 
 }  // namespace lockstep

@@ -130,7 +130,10 @@ class ReplicatedParameters {
   // Names a parameter whose copies on this process's replicas differ in their bits; empty where all are equal. Not
   // while replicas run.
   std::string difference_between_copies() const;
-  void warn_of_difference() const;  // before replica 0's are saved
+
+  // Called before replica 0's values are saved for all. Warns where other replicas' differ; throws InvalidArgument
+  // where other processes' differ, which train by themselves.
+  void check_save() const;
 
   // Throw InvalidArgument on all workers, naming a worker and a parameter. compare_models: where models differ in their
   // tensors. compare_copies: where copies are not equal bit for bit, by a fault of a processor or a program. Collective
@@ -200,6 +203,14 @@ class ReplicatedParameters {
   ops::DeviceVariable& variable(std::size_t slot) const;
   ops::DeviceVariable& variable_of_buffer(std::size_t index) const;
 
+  // Whoever keeps something that depends on the values. on_assign: a parameter was overwritten by `assign`.
+  // before_save: throws where the values cannot be saved now. One at a time; the last one counts.
+  struct ValueWatch {
+    std::function<void(std::size_t slot)> on_assign;
+    std::function<void()> before_save;
+  };
+  void watch_values(ValueWatch watch) { watch_ = std::move(watch); }
+
   // Overwrites a parameter, or a buffer, on all replicas, or a buffer on one. The caller checks shapes. Not while
   // replicas run.
   void assign(std::size_t slot, const at::Tensor& value);
@@ -233,7 +244,8 @@ class ReplicatedParameters {
   std::vector<at::Tensor> mapped_float_, mapped_double_;  // as mapped_values
   std::vector<at::Tensor> device_float_, device_double_;  // [replica], staged only
   std::vector<std::string> buffer_names_;
-  std::vector<std::vector<at::Tensor>> buffers_;     // [replica][index]
+  std::vector<std::vector<at::Tensor>> buffers_;  // [replica][index]
+  ValueWatch watch_;
   std::vector<double> seen_;                         // [replica]: examples, by its buffers
   std::shared_ptr<ops::DeviceVariables> variables_;  // of slots, then of buffers; null before put_on
 };

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "base/text.h"
+#include "gradient/outer_step.h"
 #include "strategy/devices.h"
 #include "strategy/strategy_impl.h"
 
@@ -10,6 +11,18 @@ namespace lockstep {
 namespace {
 
 std::size_t bytes_of(double megabytes) { return static_cast<std::size_t>(megabytes * 1024 * 1024); }
+
+void check_diloco(const MultiWorkerMirroredOptions& options) {
+  require(options.workers_per_group >= 1, "MultiWorkerMirroredStrategy: workers_per_group", options.workers_per_group,
+          "1 or more");
+  const auto refuse = [](const char* what) { throw InvalidArgument(text("MultiWorkerMirroredStrategy: ", what)); };
+  if (!options.diloco && options.workers_per_group > 1) refuse("workers_per_group is for `diloco`, which is not set");
+  if (!options.diloco) return;
+  gradient::check(*options.diloco);
+  if (options.elastic) refuse("`diloco` is not for `elastic`: a worker's own progress would be lost with it");
+  if (options.shard_optimizer_state)
+    refuse("`diloco` is not for shard_optimizer_state: each worker needs all its state");
+}
 
 strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   const auto& communication = options.communication;
@@ -27,6 +40,7 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
         "has the state of one that differs");
   }
   if (options.elastic) strategy::check("MultiWorkerMirroredStrategy", *options.elastic);
+  check_diloco(options);
   const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
   if (cluster.task_type == "ps") {
     throw InvalidArgument("MultiWorkerMirroredStrategy: this task is a parameter server, which has no part in it");
@@ -64,14 +78,16 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                                     .gradient_dtype = communication.gradient_dtype},
                         .shard_state = options.shard_optimizer_state,
                         .compare_copies_every = options.compare_copies_every,
-                        .replace_differing_copies = options.replace_differing_copies};
+                        .replace_differing_copies = options.replace_differing_copies,
+                        .diloco = options.diloco};
   settings.workers.emplace(
       strategy::WorkerSettings{.membership = options.elastic ? std::make_shared<elastic::JobMembership>(*job, 1, 0)
                                                              : std::make_shared<elastic::JobMembership>(*job),
                                .group = {.backend = communication.backend,
                                          .network = communication.network,
                                          .implementation = communication.implementation},
-                               .elastic = options.elastic});
+                               .elastic = options.elastic,
+                               .per_group = options.diloco ? options.workers_per_group : 0});
   return settings;
 }
 

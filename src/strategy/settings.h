@@ -20,6 +20,7 @@ struct WorkerSettings {
   std::shared_ptr<elastic::Membership> membership;  // null: on a mesh that was made of a Communicator
   GroupOptions group;                               // but for how long is waited, which the settings' Timeouts say
   std::optional<ElasticOptions> elastic = {};
+  int per_group = 0;  // workers whose gradients are summed in each step; 0: all
 };
 
 struct StrategySettings {

@@ -8,6 +8,7 @@
 #include "base/hash.h"
 #include "base/process.h"
 #include "base/text.h"
+#include "gradient/outer_step.h"
 #include "lockstep/base/version.h"
 
 namespace lockstep {
@@ -58,6 +59,7 @@ std::string StrategyImpl::describe() const {
   const auto& elastic = settings_.workers->elastic;
   const auto& gradients = settings_.gradients;
   const auto& dtype = gradients.buckets.gradient_dtype;
+  const auto diloco = gradients.diloco ? gradient::describe(*gradients.diloco) : std::string("none\n");
   return text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION, "\nnumber of replicas ", replicas_.count(),
               "\ngradient_dtype ", dtype ? name_of(*dtype) : "none", "\nbucket_cap in bytes ",
               gradients.buckets.bucket_bytes, "\nfirst_bucket in bytes ", gradients.buckets.first_bucket_bytes,
@@ -66,7 +68,7 @@ std::string StrategyImpl::describe() const {
               gradients.replace_differing_copies ? "true" : "false", "\nelastic.min_workers ",
               elastic ? std::to_string(elastic->min_workers) : "none", "\nelastic.worker_batch.learning_rate_workers ",
               settings_.worker_batch ? std::to_string(settings_.worker_batch->learning_rate_workers) : "none",
-              kind().describe());
+              "\nworkers_per_group ", settings_.workers->per_group, "\nDiLoCo's ", diloco, kind().describe());
 }
 
 std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& optimizer,
@@ -88,6 +90,7 @@ gradient::Placement StrategyImpl::placement() const {
   const bool sum_on_gpus = settings_.gpu_backend && settings_.placement == gradient::Placement::mirrored &&
                            std::ranges::all_of(devices, [](auto device) { return device.is_cuda(); });
   const bool in_host_memory = kind().needs_host_values() || topology().is_split || settings_.gradients.shard_state ||
+                              settings_.gradients.diloco ||
                               (replicas_.count() > 1 && (!sum_on_gpus || workers_.is_elastic()));
   return in_host_memory ? gradient::Placement::staged : gradient::Placement::device;
 }

@@ -37,6 +37,21 @@ void Workers::join() {
 
 void Workers::reconnect() { kind_.reconnect(topology_, *settings_, timeouts_); }
 
+void Workers::connect() {
+  kind_.connect(topology_, *settings_, timeouts_);
+  const int size = topology_.all.size(), of_group = settings_->per_group;
+  if (of_group == 0) return;
+  if (size % of_group != 0) {
+    throw InvalidArgument(
+        text("workers_per_group is ", of_group, "; the ", size, " workers cannot be divided into such groups"));
+  }
+  const auto along = [&](int color) {
+    return topology_.all.with_group(*topology_.all.group().split(color, 0, topology_.all.deadline()));
+  };
+  topology_.gradients = along(topology_.all.rank() / of_group);
+  topology_.meetings = along(topology_.all.rank() % of_group);
+}
+
 Group Workers::replica_group(int replica) const {
   return membership()->replica_group(topology_.replicas, replica, group_options());
 }

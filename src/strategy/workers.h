@@ -23,7 +23,7 @@ class Workers {
   Workers& operator=(const Workers&) = delete;
 
   // Finds the others. Collective; throws as make_group does.
-  void connect() { kind_.connect(topology_, *settings_, timeouts_); }
+  void connect();
 
   // The processes that train together, and this one's place among them: the workers.
   const Topology& topology() const { return topology_; }

@@ -257,6 +257,7 @@ class Fit {
 
   // Lets every callback save, also when another one fails to save.
   void save_at_interrupt() {
+    impl_.gradients->meet();
     each([](Callback& callback) {
       try {
         callback.on_interrupt();
@@ -283,6 +284,7 @@ class Fit {
   }
 
   void finish_epoch(int epoch) {
+    impl_.gradients->meet();
     auto logs = impl_.state.tracker->logs();
     steps_->add_to(logs);
     if (options_.validation_data && (epoch + 1) % options_.validation_freq == 0) {

@@ -7,6 +7,7 @@
 
 #include "lockstep/cluster/cluster.h"
 #include "lockstep/collective/make_group.h"
+#include "lockstep/gradient/diloco_options.h"
 #include "lockstep/strategy/strategy.h"
 
 namespace lockstep {
@@ -82,6 +83,17 @@ struct MultiWorkerMirroredOptions {
   // Empty: a worker that is lost ends the training. Only where all workers read the same data (AutoShardPolicy::data,
   // the default unless there is a file for each worker).
   std::optional<ElasticOptions> elastic = {};
+
+  // Empty: all workers sum their gradients in each step. Else workers train by themselves and bring their variables
+  // together after so many steps, at the end of each epoch of fit, and before fit is interrupted: for slow links. In
+  // between their variables differ, and saving throws InvalidArgument. A batch is divided among all workers, and a
+  // worker updates by the mean over its own part. Checkpoints hold each worker's state of the optimizer. A new
+  // optimizer begins with the chief's variables. Not with `elastic`, shard_optimizer_state and LossScaleOptimizer.
+  std::optional<DiLoCoOptions> diloco = {};
+
+  // With `diloco`: consecutive workers of this number are a group, which sums gradients in each step; it must divide
+  // the number of workers. Groups train by themselves.
+  int workers_per_group = 1;
 
   std::int64_t compare_copies_every = 100;  // steps between comparing a hash of each variable on all workers; 0: never
 

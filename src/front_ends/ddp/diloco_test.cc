@@ -245,7 +245,8 @@ TEST(DiLoCo, SavingBetweenMeetingsAndChangesOfTheTrainedAreRefused) {
   DiLoCo diloco(trainee.net->named_parameters(), make_thread_groups(1)[0], {.steps = 2});
   diloco.step();
   Archive archive;
-  expect_says(message_of<InvalidArgument>([&] { diloco.trackable().save(archive, ""); }), "save after a meeting");
+  expect_says(message_of<InvalidArgument>([&] { diloco.trackable().save(archive, ""); }),
+              "or after a number of steps that 2 divides");
   trainee.net->frozen.set_requires_grad(true);
   expect_says(message_of<InvalidArgument>([&] { diloco.step(); }), "\"frozen\" was frozen when this was made");
 }

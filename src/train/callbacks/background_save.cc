@@ -113,7 +113,8 @@ checkpoint::Pieces bytes_of(const std::vector<at::Tensor>& tensors) {
   return pieces;
 }
 
-// Begins the save of a model that is split over workers: the chief gets all of it, and writes it.
+// Begins the save of a model that is split over workers, or of which each has its own state: the chief gets all of it,
+// and writes it.
 SharedSave begin_on_chief(ModelImpl& impl, const StateFile& file) {
   auto all = checkpoint::archive_of(impl.state.of_file(file.weights_only));
   SharedSave save;
@@ -130,7 +131,8 @@ SharedSave begin_on_chief(ModelImpl& impl, const StateFile& file) {
 
 SharedSave SharedSave::begin(ModelImpl& impl, const StateFile& file) {
   const at::NoGradGuard no_grad;
-  if (impl.parameters->is_split()) return begin_on_chief(impl, file);
+  if (impl.parameters->is_split() || (impl.gradients != nullptr && impl.gradients->outer_step() != nullptr))
+    return begin_on_chief(impl, file);
   const auto& workers = impl.topology.all;
   const int rank = workers.rank();
   const auto tensors = large_tensors(impl, file.weights_only);

@@ -1,0 +1,187 @@
+// Workers that train by themselves and meet seldom (DiLoCo), in fit: against a plain loop over as many models.
+#include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
+#include "base/text.h"
+#include "lockstep/train/saving_callbacks.h"
+#include "tests/workers.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::int64_t kBatchOfAll = 8, kExamplesOfAll = 29;  // the last batch of an epoch has 5
+constexpr int kEpochsApart = 3;
+
+Dataset examples_of_all() {
+  auto generator = at::detail::createCPUGenerator(4);
+  const auto x = at::randn({kExamplesOfAll, 6}, generator, at::kDouble);
+  const auto y = at::randint(3, {kExamplesOfAll}, generator, at::kLong);
+  return Dataset::from_tensor_slices(x, y).batch(kBatchOfAll);
+}
+
+Optimizer adam() { return Adam({.learning_rate = 0.02, .epsilon = 1e-3}); }
+
+// The first of a worker's rows, of `rows` that `workers` divide: the first ones get one more.
+std::int64_t first_row(std::int64_t rows, int worker, int workers) {
+  return rows / workers * worker + std::min<std::int64_t>(worker, rows % workers);
+}
+
+// The groups' models, and the outer step by its formula.
+class PlainGroups {
+ public:
+  PlainGroups(int groups, int workers, const DiLoCoOptions& options, const std::string& initial)
+      : workers_(workers), options_(options) {
+    const auto scope = strategy_.scope();
+    for (int group = 0; group < groups; ++group) {
+      models_.push_back(make_model(at::kDouble, adam()));
+      models_.back().load_weights(initial);
+    }
+    anchors_ = weights_of(models_[0]);
+    for (const auto& anchor : anchors_) velocities_.push_back(at::zeros_like(anchor));
+  }
+
+  void train_epoch() {
+    auto batches = examples_of_all().iterate();
+    while (const auto batch = batches.next()) {
+      const auto groups = static_cast<int>(models_.size()), of_group = workers_ / groups;
+      for (int group = 0; group < groups; ++group) {
+        const auto begin = first_row(batch->x.size(0), group * of_group, workers_);
+        const auto end = first_row(batch->x.size(0), (group + 1) * of_group, workers_);
+        if (begin == end) continue;
+        models_[static_cast<std::size_t>(group)].train_on_batch(
+            {batch->x.slice(0, begin, end), batch->y.slice(0, begin, end)});
+      }
+      if (++steps_ % options_.steps == 0) meet();
+    }
+    if (steps_ % options_.steps != 0) meet();
+  }
+
+  const std::vector<Tensor>& values() const { return anchors_; }
+
+ private:
+  void meet() {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < anchors_.size(); ++i) {
+      auto delta = at::zeros_like(anchors_[i]);
+      for (const auto& model : models_) delta += (anchors_[i] - weights_of(model)[i]) / models_.size();
+      velocities_[i] = options_.momentum * velocities_[i] + delta;
+      anchors_[i] = anchors_[i] - options_.learning_rate * (delta + options_.momentum * velocities_[i]);
+      for (const auto& model : models_) unwrap(model.module()).assign(i, anchors_[i]);
+    }
+  }
+
+  const OneDeviceStrategy strategy_{"cpu:0", 1};
+  const int workers_;
+  const DiLoCoOptions options_;
+  std::vector<Sequential> models_;
+  std::vector<Tensor> anchors_, velocities_;
+  std::int64_t steps_ = 0;
+};
+
+std::string saved_initial() {
+  const auto path = (fresh_folder("workers_apart", "initial") / "weights").string();
+  const OneDeviceStrategy strategy("cpu:0", 1);
+  const auto scope = strategy.scope();
+  make_model(at::kDouble, adam()).save_weights(path);
+  return path;
+}
+
+TEST(WorkersApart, FitIsAPlainLoopOverGroups) {
+  const auto initial = saved_initial();
+  const std::vector<DiLoCoOptions> kinds{local_sgd(3), {.steps = 2}, {.steps = 50}};
+  for (const auto& options : kinds) {
+    for (const auto& [workers, per_group, replicas] :
+         {std::tuple(2, 1, 1), std::tuple(2, 1, 2), std::tuple(4, 2, 1), std::tuple(4, 1, 1), std::tuple(4, 4, 1)}) {
+      SCOPED_TRACE(text(workers, " workers in groups of ", per_group, ", ", replicas, " replicas, ", options.steps));
+      PlainGroups plain(workers / per_group, workers, options, initial);
+      for (int epoch = 0; epoch < kEpochsApart; ++epoch) plain.train_epoch();
+      const auto train = [&](const MultiWorkerMirroredStrategy& strategy) {
+        const auto scope = strategy.scope();
+        auto model = make_model(at::kDouble, adam());
+        model.load_weights(initial);
+        model.fit(examples_of_all(), {.epochs = kEpochsApart, .verbose = 0});
+        for (int replica = 0; replica < replicas; ++replica)
+          EXPECT_LT(largest_difference(weights_of(model, replica), plain.values()), 1e-9);
+      };
+      expect_no_errors(run_workers(
+          {.workers = workers, .replicas = replicas, .diloco = options, .workers_per_group = per_group}, train));
+    }
+  }
+}
+
+// With each worker's own state of Adam, the outer momentum, and what rounding to 8 bits has lost.
+TEST(WorkersApart, ARestoredFitHasTheSameBits) {
+  for (const bool background : {false, true}) {
+    const auto folder = fresh_folder("workers_apart", "restored");
+    Collected<std::vector<Tensor>> whole, restored;
+    const auto fit = [&](const MultiWorkerMirroredStrategy& strategy, bool again) {
+      const auto scope = strategy.scope();
+      set_random_seed(5);
+      auto model = make_model(at::kFloat, adam());
+      if (again) model.load_checkpoint((folder / "full_2").string());
+      const auto to_float = [](Example example) {
+        example.x = example.x.to(at::kFloat);
+        return example;
+      };
+      model.fit(examples_of_all().map(to_float),
+                {.epochs = 4,
+                 .verbose = 0,
+                 .callbacks = {ModelCheckpoint((folder / "full_{epoch}").string(), {.background = background})},
+                 .initial_epoch = again ? 2 : 0});
+      (again ? restored : whole).add(strategy, weights_of(model));
+    };
+    const WorkerOptions options{.workers = 3, .diloco = DiLoCoOptions{.steps = 3, .dtype = DType::int8}};
+    expect_no_errors(run_workers(options, [&](const auto& strategy) { fit(strategy, false); }));
+    expect_no_errors(run_workers(options, [&](const auto& strategy) { fit(strategy, true); }));
+    for (int worker = 0; worker < 3; ++worker) {
+      EXPECT_TRUE(equal_bits(restored.values().at(worker), whole.values().at(worker)));
+      EXPECT_TRUE(equal_bits(whole.values().at(worker), whole.chiefs()));
+    }
+  }
+}
+
+TEST(WorkersApart, SavingBetweenMeetingsIsRefusedOnAllWorkers) {
+  const auto folder = fresh_folder("workers_apart", "between");
+  const auto errors = run_workers({.workers = 2, .diloco = DiLoCoOptions{.steps = 3}}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, adam());
+    model.fit(examples_of_all(),
+              {.verbose = 0, .callbacks = {ModelCheckpoint((folder / "{batch}").string(), {.save_freq = 2})}});
+  });
+  for (const auto& error : errors)
+    expect_says(error, "save at the end of an epoch, or after a number of steps that 3 divides");
+}
+
+// Values that all workers load between two meetings are those from which they go on.
+TEST(WorkersApart, LoadedWeightsAreKept) {
+  const auto initial = saved_initial();
+  expect_no_errors(run_workers({.workers = 2, .diloco = DiLoCoOptions{.steps = 4}}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, adam());
+    auto batches = examples_of_all().iterate();
+    for (int step = 0; step < 3; ++step) model.train_on_batch(*batches.next());
+    model.load_weights(initial);
+    const auto loaded = weights_of(model);
+    model.set_learning_rate(0);
+    model.train_on_batch(*batches.next());                           // meets
+    EXPECT_LT(largest_difference(weights_of(model), loaded), 1e-2);  // the momentum alone
+    model.save_weights((fresh_folder("workers_apart", text("kept", strategy.worker_rank())) / "weights").string());
+  }));
+}
+
+TEST(WorkersApart, OptionsThatDoNotGoTogetherAreRefused) {
+  const auto says = [](const WorkerOptions& options) { return run_workers(options, [](const auto&) {})[0]; };
+  const auto diloco = DiLoCoOptions{.steps = 4};
+  expect_says(says({.workers = 3, .diloco = diloco, .workers_per_group = 2}), "3 workers cannot be divided");
+  expect_says(says({.workers_per_group = 2}), "workers_per_group is for `diloco`");
+  expect_says(says({.elastic = true, .diloco = diloco}), "`diloco` is not for `elastic`");
+  expect_says(says({.shard_optimizer_state = true, .diloco = diloco}), "`diloco` is not for shard_optimizer_state");
+  expect_says(says({.diloco = DiLoCoOptions{.steps = 0}}), "DiLoCo: steps is 0");
+  const auto with_loss_scale = [](const MultiWorkerMirroredStrategy& strategy) {
+    const auto scope = strategy.scope();
+    make_model(at::kFloat, LossScaleOptimizer(adam()));
+  };
+  expect_says(run_workers({.diloco = diloco}, with_loss_scale)[0], "not for a LossScaleOptimizer");
+}
+
+}  // namespace
+}  // namespace lockstep
