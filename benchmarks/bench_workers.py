@@ -16,6 +16,7 @@ LOCKSTEP, TRAIN_STEP = (str(ROOT / "build/release" / name) for name in ("lockste
 PEERS = ROOT / "benchmarks/peers"
 TENSORFLOW, PYTORCH = (str(ROOT / f".peers/{name}/bin/python") for name in ("tensorflow", "pytorch"))
 TRANSFORMER = ("--model", "transformer", "--batch", "16", "--steps", "20")
+SLOW = {"rate": "100mbit"}
 TRUST = (("LOCKSTEP_TRUSTED_NETWORK", "1"),)
 SOON_S = 2
 
@@ -85,6 +86,19 @@ def rows():
     yield rounds.Row("seed CNN, two hosts, 1 Gbit/s", "PyTorch DDP over gloo", workers_on_hosts(), pytorch_on_hosts(), 1.7, samples, samples)
     yield rounds.Row("the same, bfloat16 on the wire", "PyTorch DDP over gloo", workers_on_hosts("--gradient-dtype", "bfloat16"), pytorch_on_hosts(),
                      3, samples, samples)
+    eight, sixteen = ("--gradient-dtype", "int8"), ("--gradient-dtype", "bfloat16")
+    for name, model in (("seed CNN", ("--steps", "20")), ("small GPT", TRANSFORMER)):
+        slow = workers_on_hosts(*model, **SLOW)
+        yield rounds.Row(f"{name}, two hosts, 100 Mbit/s, 8 bits", "float32", workers_on_hosts(*model, *eight, **SLOW), slow, 3, samples, samples)
+        yield rounds.Row(f"{name}, two hosts, 100 Mbit/s, 8 bits", "bfloat16", workers_on_hosts(*model, *eight, **SLOW),
+                         workers_on_hosts(*model, *sixteen, **SLOW), 1.6, samples, samples)
+        meeting = tuple("100" if word == "20" else word for word in model) + ("--diloco", "50")
+        diloco = f"{name}, two hosts, 100 Mbit/s, DiLoCo of 50 steps"
+        yield rounds.Row(diloco, "float32 in each step", workers_on_hosts(*meeting, **SLOW), slow, 20, samples, samples)
+        yield rounds.Row(diloco, "in each step, without the limit", workers_on_hosts(*meeting, **SLOW), workers_on_hosts(*model, rate=None), 0.95,
+                         samples, samples)
+        yield rounds.Row(f"{name}, two hosts, 1 Gbit/s, 8 bits", "float32", workers_on_hosts(*model, *eight), workers_on_hosts(*model), 1, samples,
+                         samples)
     yield rounds.Row("transformer, two hosts, 1 Gbit/s", "without the limit", workers_on_hosts(*TRANSFORMER),
                      workers_on_hosts(*TRANSFORMER, rate=None), 0.85, samples, samples)
 

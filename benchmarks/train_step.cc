@@ -35,6 +35,8 @@ struct Options {
   bool multi_worker = false;
   bool parameter_servers = false;
   std::string gradient_dtype;  // that workers send
+  std::int64_t diloco = 0;     // steps between meetings of workers that train by themselves; 0: they sum gradients
+  std::string diloco_dtype;    // that they send
   bool shard_optimizer_state = false;
   bool elastic = false;
   bool reports = true;
@@ -114,7 +116,13 @@ Measured measure(Options& options) {
   std::vector<std::string> devices;
   for (int i = 0; i < std::max(1, options.replicas); ++i) devices.push_back(options.device + ":" + std::to_string(i));
   CommunicationOptions communication;
-  if (!options.gradient_dtype.empty()) communication.gradient_dtype = DType::bfloat16;
+  const auto dtype_named = [](const std::string& name) -> std::optional<DType> {
+    if (name.empty()) return {};
+    return name == "int8" ? DType::int8 : DType::bfloat16;
+  };
+  communication.gradient_dtype = dtype_named(options.gradient_dtype);
+  std::optional<DiLoCoOptions> diloco;
+  if (options.diloco > 0) diloco = {.steps = options.diloco, .dtype = dtype_named(options.diloco_dtype)};
   const auto strategy =
       options.device == "tpu"     ? Strategy(TPUStrategy(TPUClusterResolver(), {.num_replicas = options.replicas}))
       : options.parameter_servers ? Strategy(ParameterServerStrategy({.threads_per_replica = options.threads}))
@@ -123,7 +131,8 @@ Measured measure(Options& options) {
                                          .threads_per_replica = options.threads,
                                          .communication = communication,
                                          .shard_optimizer_state = options.shard_optimizer_state,
-                                         .elastic = options.elastic ? std::optional(ElasticOptions()) : std::nullopt}))
+                                         .elastic = options.elastic ? std::optional(ElasticOptions()) : std::nullopt,
+                                         .diloco = diloco}))
                              : Strategy(MirroredStrategy({.devices = devices, .threads_per_replica = options.threads}));
   options.replicas = strategy.num_replicas_in_sync();
   options.reports = strategy.is_chief();
@@ -215,7 +224,10 @@ int main(int argc, char** argv) {
   arguments.flag("--parameter-servers", options.parameter_servers,
                  "with the workers and servers that the environment tells");
   arguments.option("--gradient-dtype", options.gradient_dtype, "what workers send float gradients as")
-      .one_of({"bfloat16"});
+      .one_of({"bfloat16", "int8"});
+  arguments.option("--diloco", options.diloco, "steps after which workers that train by themselves meet").from(0);
+  arguments.option("--diloco-dtype", options.diloco_dtype, "what they send float values as")
+      .one_of({"bfloat16", "int8"});
   arguments.flag("--shard-optimizer-state", options.shard_optimizer_state, "each worker has its share of it alone");
   arguments.flag("--elastic", options.elastic, "they go on when one is lost");
   arguments.flag("--fit", options.fit, "measure through fit");
