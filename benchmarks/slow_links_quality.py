@@ -1,0 +1,66 @@
+"""What training over slow links is worth: a table of ways to meet, and a closing line of JSON.
+
+    benchmarks/slow_links_quality.py [--steps 2000] [--seeds 3]     (half an hour on two cores)
+
+A small GPT learns the bytes of this project's sources: the loss on a tenth that it has not seen, at equal tokens. The
+seed program learns Fashion-MNIST for five epochs: the mean accuracy over the seeds.
+"""
+import argparse
+import json
+import subprocess
+
+from programs import ROOT
+
+PROGRAM = ROOT / "build/release/benchmarks/slow_links_quality"
+EIGHT = ("--gradient-dtype", "int8")
+SIXTEEN = ("--gradient-dtype", "bfloat16")
+
+
+def meeting(steps, *more):
+    return ("--meet-after", str(steps), *more)
+
+
+GPT = {"float32 in each step": (), "8 bits in each step": EIGHT, "DiLoCo, 20 steps": meeting(20), "DiLoCo, 50 steps": meeting(50),
+       "DiLoCo, 50 steps, 8 bits": meeting(50, "--meet-dtype", "int8")}
+SEED = {"float32 in each step": (), "bfloat16 in each step": SIXTEEN, "8 bits in each step": EIGHT,
+        "LocalSGD, 20 steps": meeting(20, "--local-sgd"), "DiLoCo, 20 steps": meeting(20), "DiLoCo, 50 steps": meeting(50),
+        "DiLoCo, 50 steps, 8 bits": meeting(50, "--meet-dtype", "int8")}
+
+
+def value(workers, *options):
+    command = (str(ROOT / "build/release/lockstep"), "run", "-n", str(workers), str(PROGRAM), *options)
+    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    return json.loads(output.split("[0] ", 1)[1])["value"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    texts = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("src/*/*.cc"))
+    found = []
+
+    def tell(task, workers, way, measured, relative):
+        found.append({"task": task, "workers": workers, "way": way, "value": measured})
+        print(f"{task}, {workers} workers, {way:28} {measured:8.4f}  {relative}", flush=True)
+
+    for workers in (2, 4):
+        first = None
+        for way, options in GPT.items():
+            loss = value(workers, "--task", "gpt", "--steps", str(args.steps), *options, *texts)
+            first = first or loss
+            tell("small GPT", workers, way, loss, f"{100 * (loss / first - 1):+.2f}%")
+    for workers in (2, 4):
+        first = None
+        for way, options in SEED.items():
+            accuracies = [value(workers, "--task", "seed", "--batch", "64", "--steps", "5", "--seed", str(seed + 1), *options)
+                          for seed in range(args.seeds)]
+            accuracy = 100 * sum(accuracies) / len(accuracies)
+            first = first or accuracy
+            tell("seed program", workers, way, accuracy, f"{accuracy - first:+.2f} points")
+    print(json.dumps({"rows": found}))
+
+
+if __name__ == "__main__":
+    main()
