@@ -35,6 +35,7 @@
 
 #include "lockstep/cluster/cluster.h"
 #include "lockstep/collective/make_group.h"
+#include "lockstep/horovod/process_set.h"
 #include "lockstep/ops/tensor.h"
 
 namespace c10 {
@@ -75,18 +76,23 @@ int cross_rank();  // among those of other hosts with the same local rank
 int cross_size();
 bool is_homogeneous();  // whether all hosts have as many ranks
 
-// mean: the sum divided by size(); integers round towards zero.
-inline constexpr ReduceOp Average = ReduceOp::mean, Sum = ReduceOp::sum, Min = ReduceOp::min, Max = ReduceOp::max,
-                          Product = ReduceOp::product;
+// average: the sum divided by the number of ranks; integers round towards zero. adasum:
+// src/front_ends/horovod/adasum.h; of allreduce alone, for floating-point tensors and numbers of ranks that are powers
+// of two.
+enum class Op : std::uint8_t { average, sum, min, max, product, adasum };
+inline constexpr Op Average = Op::average, Sum = Op::sum, Min = Op::min, Max = Op::max, Product = Op::product,
+                    Adasum = Op::adasum;
+const char* name_of(Op op);  // "Average", ...
 
 // The type in which float and double tensors are sent. They are summed in float.
 enum class Compression : std::uint8_t { none, fp16, bf16 };
 
 struct ReduceOptions {
-  ReduceOp op = Average;
+  Op op = Average;
   Compression compression = Compression::none;
   double prescale_factor = 1, postscale_factor = 1;  // before and after the reduction
   std::string name = {};
+  ProcessSet process_set = {};
 };
 
 // An operation that was started. Copies are handles of the same one.
@@ -129,16 +135,19 @@ Tensors grouped_allreduce(const Tensors& tensors, const ReduceOptions& options =
 Tensors grouped_allreduce_(Tensors tensors, const ReduceOptions& options = {});
 
 // [sum of the ranks' first dimensions, ...]: their tensors one after the other. All but the first dimension is equal.
-Handle<Tensor> allgather_async(const Tensor& tensor, const std::string& name = "");
-Handle<Tensors> grouped_allgather_async(const Tensors& tensors, const std::string& name = "");
-Tensor allgather(const Tensor& tensor, const std::string& name = "");
-Tensors grouped_allgather(const Tensors& tensors, const std::string& name = "");
+Handle<Tensor> allgather_async(const Tensor& tensor, const std::string& name = "", const ProcessSet& process_set = {});
+Handle<Tensors> grouped_allgather_async(const Tensors& tensors, const std::string& name = "",
+                                        const ProcessSet& process_set = {});
+Tensor allgather(const Tensor& tensor, const std::string& name = "", const ProcessSet& process_set = {});
+Tensors grouped_allgather(const Tensors& tensors, const std::string& name = "", const ProcessSet& process_set = {});
 
 // Rank `root_rank`'s tensor; all have its shape and dtype.
-Handle<Tensor> broadcast_async(const Tensor& tensor, int root_rank, const std::string& name = "");
-Handle<Tensor> broadcast_async_(Tensor tensor, int root_rank, const std::string& name = "");
-Tensor broadcast(const Tensor& tensor, int root_rank, const std::string& name = "");
-Tensor broadcast_(Tensor tensor, int root_rank, const std::string& name = "");
+Handle<Tensor> broadcast_async(const Tensor& tensor, int root_rank, const std::string& name = "",
+                               const ProcessSet& process_set = {});
+Handle<Tensor> broadcast_async_(Tensor tensor, int root_rank, const std::string& name = "",
+                                const ProcessSet& process_set = {});
+Tensor broadcast(const Tensor& tensor, int root_rank, const std::string& name = "", const ProcessSet& process_set = {});
+Tensor broadcast_(Tensor tensor, int root_rank, const std::string& name = "", const ProcessSet& process_set = {});
 
 // Sends splits[r] rows of the tensor to rank r, in order; empty: equal parts. output: [sum of received_splits, ...],
 // in the order of ranks.
@@ -147,9 +156,9 @@ struct AlltoallResult {
   std::vector<std::int64_t> received_splits;  // [size()]
 };
 Handle<AlltoallResult> alltoall_async(const Tensor& tensor, const std::vector<std::int64_t>& splits = {},
-                                      const std::string& name = "");
+                                      const std::string& name = "", const ProcessSet& process_set = {});
 AlltoallResult alltoall(const Tensor& tensor, const std::vector<std::int64_t>& splits = {},
-                        const std::string& name = "");
+                        const std::string& name = "", const ProcessSet& process_set = {});
 
 // Reduces elementwise over all ranks. Each gets equally many rows, the first ones one more where rows do not divide.
 Handle<Tensor> reducescatter_async(const Tensor& tensor, const ReduceOptions& options = {});
@@ -157,8 +166,13 @@ Handle<Tensors> grouped_reducescatter_async(const Tensors& tensors, const Reduce
 Tensor reducescatter(const Tensor& tensor, const ReduceOptions& options = {});
 Tensors grouped_reducescatter(const Tensors& tensors, const ReduceOptions& options = {});
 
+// [sizes of a rank's]: the sum or average of sparse COO tensors, not coalesced: the ranks' entries one after the other.
+// Ranks may have different numbers of entries. Not differentiable.
+Handle<Tensor> sparse_allreduce_async(const Tensor& tensor, const ReduceOptions& options = {});
+Tensor sparse_allreduce(const Tensor& tensor, const ReduceOptions& options = {});
+
 // Returns when every rank has called it.
-void barrier();
+void barrier(const ProcessSet& process_set = {});
 
 // For ranks whose numbers of steps differ. Until all ranks have called it, this rank takes part in the others'
 // allreduces with zeros and in their DistributedOptimizers' steps with no data. Other operations throw InvalidArgument
@@ -166,15 +180,17 @@ void barrier();
 int join();
 
 // All ranks get root's parameters and buffers.
-void broadcast_parameters(torch::nn::Module& module, int root_rank);
+void broadcast_parameters(torch::nn::Module& module, int root_rank, const ProcessSet& process_set = {});
 
 // All ranks get the state of root's optimizer: momenta, steps, learning rates and other options. Throws InvalidArgument
 // for torch::optim::LBFGS, as Horovod does: LibTorch cannot save its state.
-void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank);
+void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank, const ProcessSet& process_set = {});
 
 // The IValue may hold all but modules: numbers, strings, tensors, and lists, dictionaries and tuples of them.
-c10::IValue broadcast_object(const c10::IValue& object, int root_rank, const std::string& name = "");
-std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::string& name = "");
+c10::IValue broadcast_object(const c10::IValue& object, int root_rank, const std::string& name = "",
+                             const ProcessSet& process_set = {});
+std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::string& name = "",
+                                          const ProcessSet& process_set = {});
 
 }  // namespace lockstep::horovod
 

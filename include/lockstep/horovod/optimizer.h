@@ -22,12 +22,14 @@ template <class Optimizer>
 class DistributedOptimizer;
 
 struct DistributedOptimizerOptions {
-  ReduceOp op = Average;  // or Sum, of the ranks' gradients. A rank that has joined does not count in an average.
+  Op op = Average;  // or Sum, of the ranks' gradients. A rank that has joined does not count in an average.
   Compression compression = Compression::none;
 
   // Gradients accumulate over this many backwards, undivided, before they are reduced over the ranks. A backward that
   // runs inside another one counts.
   int backward_passes_per_step = 1;
+
+  ProcessSet process_set = {};  // the ranks that train together
 };
 
 // Gradients are reduced while backward goes on; after it the optimizer's parameters have the reduced gradients, and
@@ -62,7 +64,7 @@ class DistributedOptimizer<torch::optim::Optimizer> {
 };
 
 struct FitOptimizerOptions {
-  ReduceOp op = Average;  // or Sum. Each rank counts by its examples: the average is over all ranks' examples.
+  Op op = Average;  // or Sum. Each rank counts by its examples: the average is over all ranks' examples.
   Compression compression = Compression::none;
 };
 

@@ -47,6 +47,18 @@ void init(const InitOptions& options) {
   Session::set(session_of(job.world(), {job.group(options.group), options.timeout_seconds}));
 }
 
+const char* name_of(Op op) {
+  switch (op) {
+    case Op::average: return "Average";
+    case Op::sum: return "Sum";
+    case Op::min: return "Min";
+    case Op::max: return "Max";
+    case Op::product: return "Product";
+    case Op::adasum: return "Adasum";
+  }
+  return "unknown";
+}
+
 void shutdown() {
   Session::set(nullptr);
   Generations::set(nullptr);

@@ -37,7 +37,7 @@ TEST(Differentiable, Allreduce) {
                  ones * kRanks * 0.5);
     expect_equal(gradient_of(values(rank), by({.compression = hvd::Compression::fp16}), ones), ones);
     expect_says(message_of<InvalidArgument>([&] { gradient_of(values(rank), by({.op = hvd::Max}), ones); }),
-                "allreduce by max has no gradient");
+                "allreduce by Max has no gradient");
   });
 }
 

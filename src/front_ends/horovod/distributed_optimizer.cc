@@ -3,6 +3,7 @@
 #include "base/process.h"
 #include "base/text.h"
 #include "front_ends/horovod/generations.h"
+#include "front_ends/horovod/in_process_set.h"
 #include "front_ends/horovod/operations.h"
 #include "front_ends/horovod/session.h"
 #include "gradient/gradient_reducer.h"
@@ -57,6 +58,8 @@ constexpr std::size_t kBucketBytes = 25 << 20;
 
 DistributedOptimizerOptions checked(const DistributedOptimizerOptions& options) {
   check_gradient_op(options.op);
+  if (!options.process_set.is_all() && Generations::current())
+    throw InvalidArgument("DistributedOptimizer: process_set is not for elastic jobs, whose ranks change");
   require(options.backward_passes_per_step >= 1, "DistributedOptimizer: backward_passes_per_step",
           options.backward_passes_per_step, "at least 1");
   return options;
@@ -167,8 +170,10 @@ DistributedOptimizer<torch::optim::Optimizer>::DistributedOptimizer(torch::optim
 
 DistributedOptimizer<torch::optim::Optimizer>::DistributedOptimizer(
     torch::optim::Optimizer& optimizer, const DistributedOptimizerOptions& options,
-    const torch::OrderedDict<std::string, Tensor>& named_parameters)
-    : state_(new State(optimizer, parameters_of(optimizer, named_parameters), options)) {}
+    const torch::OrderedDict<std::string, Tensor>& named_parameters) {
+  const InProcessSet in_set(options.process_set);
+  state_ = std::make_shared<State>(optimizer, parameters_of(optimizer, named_parameters), options);
+}
 
 DistributedOptimizer<torch::optim::Optimizer>::~DistributedOptimizer() = default;
 

@@ -347,7 +347,7 @@ TEST(Horovod, OptimizersThatDifferAreNamed) {
                 "weight Float [2, 3], rank 1 has weight Float [3, 3]");
     torch::nn::Linear same(3, 2);
     torch::optim::SGD other(same->parameters(), 0.1);
-    expect_says(message_of([&] { hvd::DistributedOptimizer optimizer(other, {.op = hvd::Max}); }), "op is max");
+    expect_says(message_of([&] { hvd::DistributedOptimizer optimizer(other, {.op = hvd::Max}); }), "op is Max");
     expect_says(message_of([&] { hvd::DistributedOptimizer optimizer(other, {.backward_passes_per_step = 0}); }),
                 "at least 1");
     expect_says(message_of([&] { hvd::DistributedOptimizer optimizer(other, {}, net->named_parameters()); }),

@@ -1,3 +1,4 @@
+#include "front_ends/horovod/in_process_set.h"
 #include "front_ends/horovod/operations.h"
 
 #include <ATen/core/grad_mode.h>
@@ -65,8 +66,9 @@ struct Place {
 };
 using Places = std::vector<Place>;
 
-Started start_allgather(const char* caller, const Tensors& tensors, const std::string& name,
+Started start_allgather(const char* caller, const Tensors& tensors, const std::string& name, const ProcessSet& set,
                         const std::shared_ptr<Places>& places = std::make_shared<Places>()) {
+  const InProcessSet in_set(set);
   const auto session = Session::current();
   if (tensors.empty()) throw InvalidArgument(text(caller, ": there are no tensors"));
   Tensors inputs;
@@ -97,9 +99,12 @@ Started start_allgather(const char* caller, const Tensors& tensors, const std::s
   return {session->start(run), results};
 }
 
-Handle<Tensor> start_broadcast(const Tensor& tensor, int root, const std::string& name, bool in_place) {
+Handle<Tensor> start_broadcast(const Tensor& tensor, int root_rank, const std::string& name, bool in_place,
+                               const ProcessSet& set) {
+  const InProcessSet in_set(set);
   const auto session = Session::current();
   check_tensor("broadcast", tensor);
+  const int root = InProcessSet::root_of("broadcast", set, root_rank);
   check_root("broadcast", root, session->size());
   auto result = std::make_shared<Tensor>(tensor);
   const auto run = [session = session.get(), root, name, in_place, result, host = own_on_host(tensor)] {
@@ -116,17 +121,18 @@ Handle<Tensor> start_broadcast(const Tensor& tensor, int root, const std::string
   return {session->start(run), result};
 }
 
-Tensors gathered(const char* caller, const Tensors& tensors, const std::string& name) {
+Tensors gathered(const char* caller, const Tensors& tensors, const std::string& name, const ProcessSet& set) {
   const auto places = std::make_shared<Places>();
-  const auto run = [&] { return start_allgather(caller, tensors, name, places).all().wait(); };
-  return differentiable(tensors, run, [places, name](const Tensors& gradients, const std::vector<std::size_t>& which) {
-    auto own = grouped_allreduce(gradients, {.name = name_of_backward(name)});
-    for (std::size_t i = 0; i < own.size(); ++i) {
-      const auto& place = (*places)[which[i]];
-      own[i] = own[i].narrow(0, place.begin, place.rows);
-    }
-    return own;
-  });
+  const auto run = [&] { return start_allgather(caller, tensors, name, set, places).all().wait(); };
+  return differentiable(tensors, run,
+                        [places, name, set](const Tensors& gradients, const std::vector<std::size_t>& which) {
+                          auto own = grouped_allreduce(gradients, {.name = name_of_backward(name), .process_set = set});
+                          for (std::size_t i = 0; i < own.size(); ++i) {
+                            const auto& place = (*places)[which[i]];
+                            own[i] = own[i].narrow(0, place.begin, place.rows);
+                          }
+                          return own;
+                        });
 }
 
 std::vector<std::int64_t> checked_splits(const Tensor& tensor, std::vector<std::int64_t> splits, int ranks) {
@@ -147,21 +153,22 @@ std::vector<std::int64_t> checked_splits(const Tensor& tensor, std::vector<std::
 
 }  // namespace
 
-Handle<Tensor> allgather_async(const Tensor& tensor, const std::string& name) {
-  return start_allgather("allgather", {tensor}, name).only();
+Handle<Tensor> allgather_async(const Tensor& tensor, const std::string& name, const ProcessSet& set) {
+  return start_allgather("allgather", {tensor}, name, set).only();
 }
-Handle<Tensors> grouped_allgather_async(const Tensors& tensors, const std::string& name) {
-  return start_allgather("grouped_allgather", tensors, name).all();
+Handle<Tensors> grouped_allgather_async(const Tensors& tensors, const std::string& name, const ProcessSet& set) {
+  return start_allgather("grouped_allgather", tensors, name, set).all();
 }
-Handle<Tensor> broadcast_async(const Tensor& tensor, int root_rank, const std::string& name) {
-  return start_broadcast(tensor, root_rank, name, false);
+Handle<Tensor> broadcast_async(const Tensor& tensor, int root_rank, const std::string& name, const ProcessSet& set) {
+  return start_broadcast(tensor, root_rank, name, false, set);
 }
-Handle<Tensor> broadcast_async_(Tensor tensor, int root_rank, const std::string& name) {
-  return start_broadcast(tensor, root_rank, name, true);
+Handle<Tensor> broadcast_async_(Tensor tensor, int root_rank, const std::string& name, const ProcessSet& set) {
+  return start_broadcast(tensor, root_rank, name, true, set);
 }
 
 Handle<AlltoallResult> alltoall_async(const Tensor& tensor, const std::vector<std::int64_t>& splits,
-                                      const std::string& name) {
+                                      const std::string& name, const ProcessSet& set) {
+  const InProcessSet in_set(set);
   const auto session = Session::current();
   check_rows("alltoall", tensor);
   auto result = std::make_shared<AlltoallResult>();
@@ -180,36 +187,40 @@ Handle<AlltoallResult> alltoall_async(const Tensor& tensor, const std::vector<st
   return {session->start(run), result};
 }
 
-Tensor allgather(const Tensor& tensor, const std::string& name) { return gathered("allgather", {tensor}, name)[0]; }
-Tensors grouped_allgather(const Tensors& tensors, const std::string& name) {
-  return gathered("grouped_allgather", tensors, name);
+Tensor allgather(const Tensor& tensor, const std::string& name, const ProcessSet& set) {
+  return gathered("allgather", {tensor}, name, set)[0];
 }
-Tensor broadcast(const Tensor& tensor, int root_rank, const std::string& name) {
-  const auto run = [&] { return Tensors{broadcast_async(tensor, root_rank, name).wait()}; };
-  return differentiable({tensor}, run, [root_rank, name](const Tensors& gradients, const auto&) {
-    const auto mean = allreduce(gradients[0], {.name = name_of_backward(name)});
+Tensors grouped_allgather(const Tensors& tensors, const std::string& name, const ProcessSet& set) {
+  return gathered("grouped_allgather", tensors, name, set);
+}
+Tensor broadcast(const Tensor& tensor, int root_rank, const std::string& name, const ProcessSet& set) {
+  const auto run = [&] { return Tensors{broadcast_async(tensor, root_rank, name, set).wait()}; };
+  return differentiable({tensor}, run, [root_rank, name, set](const Tensors& gradients, const auto&) {
+    const auto mean = allreduce(gradients[0], {.name = name_of_backward(name), .process_set = set});
     if (rank() == root_rank) return Tensors{mean};
     return Tensors{mean.masked_fill(at::ones_like(mean, at::kBool), 0)};  // zeros with a second derivative
   })[0];
 }
-Tensor broadcast_(Tensor tensor, int root_rank, const std::string& name) {
-  return broadcast_async_(std::move(tensor), root_rank, name).wait();
+Tensor broadcast_(Tensor tensor, int root_rank, const std::string& name, const ProcessSet& set) {
+  return broadcast_async_(std::move(tensor), root_rank, name, set).wait();
 }
-AlltoallResult alltoall(const Tensor& tensor, const std::vector<std::int64_t>& splits, const std::string& name) {
+AlltoallResult alltoall(const Tensor& tensor, const std::vector<std::int64_t>& splits, const std::string& name,
+                        const ProcessSet& set) {
   AlltoallResult result;
   const auto received = std::make_shared<std::vector<std::int64_t>>();
   const auto run = [&] {
-    result = alltoall_async(tensor, splits, name).wait();
+    result = alltoall_async(tensor, splits, name, set).wait();
     *received = result.received_splits;
     return Tensors{result.output};
   };
-  result.output = differentiable({tensor}, run, [received, name](const Tensors& gradients, const auto&) {
-    return Tensors{alltoall(gradients[0], *received, name_of_backward(name)).output};
+  result.output = differentiable({tensor}, run, [received, name, set](const Tensors& gradients, const auto&) {
+    return Tensors{alltoall(gradients[0], *received, name_of_backward(name), set).output};
   })[0];
   return result;
 }
 
-void barrier() {
+void barrier(const ProcessSet& set) {
+  const InProcessSet in_set(set);
   const auto session = Session::current();
   session->run([session = session.get()] { session->negotiate(Announcement::of("barrier")); });  // all called it
 }

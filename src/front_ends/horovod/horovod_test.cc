@@ -145,7 +145,7 @@ TEST(Horovod, AllgatherBroadcastAlltoallReducescatter) {
 TEST(Horovod, WhatOneRankMayNotCallDoesNotWakeThoseThatJoined) {
   on_ranks(2, [](int rank) {
     if (rank == 0) {
-      expect_says(message_of<InvalidArgument>([] { hvd::allreduce(at::ones({1}, at::kBool)); }), "not by mean");
+      expect_says(message_of<InvalidArgument>([] { hvd::allreduce(at::ones({1}, at::kBool)); }), "not by Average");
       expect_equal(hvd::allreduce(values(0), {.op = hvd::Sum}), values(0));
     }
     EXPECT_EQ(hvd::join(), 0);
@@ -174,7 +174,7 @@ TEST(Horovod, CallsThatDifferAreNamedOnAllRanksAndTheNextIsGood) {
   on_ranks(2, [](int rank) {
     const std::string shapes = message_of([&] { hvd::allreduce(values(rank, {2 + rank})); });
     EXPECT_EQ(shapes,
-              "the ranks' calls differ: rank 0 calls allreduce (mean) of Double [2], rank 1 allreduce (mean) of "
+              "the ranks' calls differ: rank 0 calls allreduce (Average) of Double [2], rank 1 allreduce (Average) of "
               "Double [3]");
     const auto kinds = message_of([&] { rank == 0 ? hvd::barrier() : void(hvd::broadcast(values(0), 0)); });
     EXPECT_NE(kinds.find("rank 0 calls barrier, rank 1 broadcast from rank 0 of"), std::string::npos) << kinds;

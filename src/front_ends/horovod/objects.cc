@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "base/text.h"
+#include "front_ends/horovod/in_process_set.h"
 #include "front_ends/horovod/operations.h"
 #include "front_ends/horovod/session.h"
 #include "lockstep/base/error.h"
@@ -22,6 +23,11 @@ ConstBuffer bytes_of(const std::string& bytes) { return {bytes.data(), bytes.siz
 std::string pickled(const c10::IValue& object) {
   const auto bytes = torch::pickle_save(object);
   return {bytes.begin(), bytes.end()};
+}
+
+// In the process set.
+bool is_root(const ProcessSet& set, int root_rank) {
+  return Session::current()->rank() == InProcessSet::root_of("", set, root_rank);
 }
 
 c10::IValue unpickled(const std::string& bytes) { return torch::pickle_load({bytes.begin(), bytes.end()}); }
@@ -51,18 +57,19 @@ std::string broadcast_bytes(const std::string& call, const std::function<std::st
   return shared;
 }
 
-void broadcast_parameters(torch::nn::Module& module, int root_rank) {
+void broadcast_parameters(torch::nn::Module& module, int root_rank, const ProcessSet& set) {
   std::vector<Handle<Tensor>> started;
   for (const auto& parameter : module.named_parameters()) {
-    started.push_back(broadcast_async_(parameter.value(), root_rank, parameter.key()));
+    started.push_back(broadcast_async_(parameter.value(), root_rank, parameter.key(), set));
   }
   for (const auto& buffer : module.named_buffers()) {
-    started.push_back(broadcast_async_(buffer.value(), root_rank, buffer.key()));
+    started.push_back(broadcast_async_(buffer.value(), root_rank, buffer.key(), set));
   }
   for (const auto& handle : started) handle.wait();
 }
 
-void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank) {
+void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank, const ProcessSet& set) {
+  const InProcessSet in_set(set);
   if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr) {
     throw InvalidArgument(
         "broadcast_optimizer_state: the state of torch::optim::LBFGS cannot be broadcast, for LibTorch cannot save it; "
@@ -73,20 +80,24 @@ void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank
     torch::save(optimizer, mine);
     return mine.str();
   };
-  std::istringstream shared(broadcast_bytes(
-      text("broadcast_optimizer_state of a ", c10::demangle(typeid(optimizer).name())), save, root_rank));
-  if (rank() == root_rank) return;
+  std::istringstream shared(
+      broadcast_bytes(text("broadcast_optimizer_state of a ", c10::demangle(typeid(optimizer).name())), save,
+                      InProcessSet::root_of("broadcast_optimizer_state", set, root_rank)));
+  if (is_root(set, root_rank)) return;
   optimizer.state().clear();  // load would keep entries that root lacks
   torch::load(optimizer, shared);
 }
 
-c10::IValue broadcast_object(const c10::IValue& object, int root_rank, const std::string& name) {
+c10::IValue broadcast_object(const c10::IValue& object, int root_rank, const std::string& name, const ProcessSet& set) {
+  const InProcessSet in_set(set);
   const auto shared = broadcast_bytes(
-      "broadcast_object" + named(name), [&] { return pickled(object); }, root_rank);
-  return rank() == root_rank ? object : unpickled(shared);
+      "broadcast_object" + named(name), [&] { return pickled(object); },
+      InProcessSet::root_of("broadcast_object", set, root_rank));
+  return is_root(set, root_rank) ? object : unpickled(shared);
 }
 
-std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::string& name) {
+std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::string& name, const ProcessSet& set) {
+  const InProcessSet in_set(set);
   const auto session = Session::current();
   const auto bytes = pickled(object);
   Counts counts;

@@ -27,7 +27,8 @@ inline Tensor own_on_host(const Tensor& tensor) {
 
 inline void check_tensor(const char* caller, const Tensor& tensor) {
   if (!tensor.defined()) throw InvalidArgument(text(caller, ": the tensor is undefined"));
-  if (tensor.is_sparse()) throw InvalidArgument(text(caller, ": the tensor is sparse; make it dense first"));
+  if (tensor.is_sparse())
+    throw InvalidArgument(text(caller, ": the tensor is sparse; use sparse_allreduce, or make it dense first"));
   ops::dtype_of(tensor.scalar_type());
 }
 
@@ -99,7 +100,17 @@ inline std::optional<DType> sent_dtype(Compression compression) {
   return std::nullopt;
 }
 
-inline void check_gradient_op(ReduceOp op) {
+inline ReduceOp reduce_op_of(Op op) {
+  switch (op) {
+    case Op::average: return ReduceOp::mean;
+    case Op::min: return ReduceOp::min;
+    case Op::max: return ReduceOp::max;
+    case Op::product: return ReduceOp::product;
+    default: return ReduceOp::sum;
+  }
+}
+
+inline void check_gradient_op(Op op) {
   require(op == Average || op == Sum, "DistributedOptimizer: op", name_of(op), "Average or Sum");
 }
 

@@ -3,6 +3,8 @@
 
 #include <map>
 
+#include "front_ends/horovod/adasum.h"
+#include "front_ends/horovod/in_process_set.h"
 #include "front_ends/horovod/operations.h"
 #include "front_ends/horovod/session.h"
 
@@ -42,7 +44,7 @@ std::string text_of(const char* caller, const Tensors& tensors, const ReduceOpti
 }
 
 // Runs before anything is announced, so that an invalid call on one rank does not break the others' next call.
-void check(const char* caller, const Tensors& tensors, ReduceOp op) {
+void check(const char* caller, const Tensors& tensors, Op op) {
   if (tensors.empty()) throw InvalidArgument(text(caller, ": there are no tensors"));
   for (const auto& tensor : tensors) {
     check_tensor(caller, tensor);
@@ -60,8 +62,14 @@ struct Pack {
 
 std::vector<Pack> packs_of(const Tensors& tensors, const ReduceOptions& options) {
   std::map<at::ScalarType, std::vector<std::size_t>> by_dtype;
-  for (std::size_t i = 0; i < tensors.size(); ++i) by_dtype[sent_type(tensors[i], options.compression)].push_back(i);
   std::vector<Pack> packs;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (options.op == Adasum) {  // which is of a tensor as a whole
+      packs.push_back({{i}, prepared(tensors[i], options).view({-1})});
+    } else {
+      by_dtype[sent_type(tensors[i], options.compression)].push_back(i);
+    }
+  }
   for (auto& [dtype, indices] : by_dtype) {
     Tensors parts;
     for (const auto i : indices) parts.push_back(prepared(tensors[i], options).view({-1}));
@@ -71,8 +79,12 @@ std::vector<Pack> packs_of(const Tensors& tensors, const ReduceOptions& options)
 }
 
 Started start_allreduce(const char* caller, const Tensors& tensors, const ReduceOptions& options, bool in_place) {
+  const InProcessSet in_set(options.process_set);
   const auto session = Session::current();
   check(caller, tensors, options.op);
+  for (const auto& tensor : tensors) {
+    if (options.op == Adasum) check_adasum(caller, tensor, session->size());
+  }
   auto results = std::make_shared<Tensors>(tensors);
   const at::NoGradGuard no_gradient;
   const auto run = [session = session.get(), caller, tensors, options, in_place, results,
@@ -80,12 +92,16 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
     const at::NoGradGuard without_gradient;
     for (const auto& pack : packs) {
       auto mine = Announcement::of(text_of(caller, tensors, options));
-      mine.kind = Announcement::Kind::reduction;
+      if (options.op != Adasum) mine.kind = Announcement::Kind::reduction;
       mine.dtype = ops::dtype_of(pack.sent.scalar_type());
-      mine.op = options.op;
+      mine.op = reduce_op_of(options.op);
       mine.elements = pack.sent.numel();
       session->negotiate(mine);
-      session->carry_out(with_name(Call::all_reduce(buffer_of(pack.sent), options.op), options.name));
+      if (options.op == Adasum) {
+        adasum(*session, pack.sent);
+      } else {
+        session->carry_out(with_name(Call::all_reduce(buffer_of(pack.sent), mine.op), options.name));
+      }
       std::int64_t at = 0;
       for (const auto i : pack.tensors) {
         const auto& tensor = tensors[i];
@@ -103,8 +119,10 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
 }
 
 Started start_reducescatter(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
+  const InProcessSet in_set(options.process_set);
   const auto session = Session::current();
   check(caller, tensors, options.op);
+  if (options.op == Adasum) throw InvalidArgument(text(caller, ": Adasum is an op of allreduce"));
   for (const auto& tensor : tensors) check_rows(caller, tensor);
   auto results = std::make_shared<Tensors>(tensors.size());
   const at::NoGradGuard no_gradient;
@@ -121,16 +139,17 @@ Started start_reducescatter(const char* caller, const Tensors& tensors, const Re
       session->negotiate(Announcement::of(text_of(caller, tensors, options)));
       const auto output =
           at::empty(with_rows(tensor, shares[static_cast<std::size_t>(session->rank())]), inputs[i].options());
-      session->carry_out(with_name(Call::reduce_scatter(buffer_of(inputs[i]), buffer_of(output), options.op,
-                                                        counts_of(shares, elements_of_row(tensor))),
-                                   options.name));
+      session->carry_out(
+          with_name(Call::reduce_scatter(buffer_of(inputs[i]), buffer_of(output), reduce_op_of(options.op),
+                                         counts_of(shares, elements_of_row(tensor))),
+                    options.name));
       (*results)[i] = finished(output, tensor, options);
     }
   };
   return {session->start(run), results};
 }
 
-void require_gradient(const char* caller, ReduceOp op) {
+void require_gradient(const char* caller, Op op) {
   if (op == Average || op == Sum) return;
   throw InvalidArgument(text(caller, " by ", name_of(op), " has no gradient; Average and Sum have one"));
 }
@@ -139,11 +158,11 @@ Tensors scattered(const char* caller, const Tensors& tensors, const ReduceOption
   const auto run = [&] { return start_reducescatter(caller, tensors, options).all().wait(); };
   return differentiable(tensors, run, [caller, options](const Tensors& gradients, const auto&) {
     require_gradient(caller, options.op);
-    const double factor =
-        options.prescale_factor * options.postscale_factor * (options.op == Sum ? static_cast<double>(size()) : 1);
+    const double factor = options.prescale_factor * options.postscale_factor *
+                          (options.op == Sum ? static_cast<double>(options.process_set.size()) : 1);
     Tensors scaled_gradients;
     for (const auto& gradient : gradients) scaled_gradients.push_back(scaled(gradient, factor));
-    return grouped_allgather(scaled_gradients, name_of_backward(options.name));
+    return grouped_allgather(scaled_gradients, name_of_backward(options.name), options.process_set);
   });
 }
 
@@ -157,7 +176,55 @@ Tensors reduced(const char* caller, const Tensors& tensors, const ReduceOptions&
   });
 }
 
+constexpr const char* kSparse = "sparse_allreduce";
+
+// Every rank gets the entries of all.
+Handle<Tensor> start_sparse_allreduce(const Tensor& tensor, const ReduceOptions& options) {
+  const InProcessSet in_set(options.process_set);
+  const auto session = Session::current();
+  if (!tensor.defined() || !tensor.is_sparse())
+    throw InvalidArgument(text(kSparse, ": the tensor must be sparse (COO); allreduce is for dense ones"));
+  if (options.op != Sum && options.op != Average)
+    throw InvalidArgument(text(kSparse, ": op is ", name_of(options.op), "; it must be Sum or Average"));
+  const auto result = std::make_shared<Tensor>();
+  const at::NoGradGuard no_gradient;
+  const auto indices = own_on_host(tensor._indices().t());
+  const auto values = prepared(tensor._values(), options);
+  const auto run = [session = session.get(), options, result, tensor = tensor.detach(), indices, values] {
+    const at::NoGradGuard without_gradient;
+    auto mine = Announcement::of(text(kSparse, named(options.name), " (", name_of(options.op), ") of ",
+                                      tensor.scalar_type(), " ", tensor.sizes(), ", ", tensor.sparse_dim(),
+                                      " sparse dimensions, sent as ", values.scalar_type()));
+    mine.own = values.size(0);
+    std::vector<std::int64_t> entries;
+    for (const auto& theirs : session->negotiate(mine)) entries.push_back(theirs.own);
+    std::int64_t all = 0;
+    for (const auto count : entries) all += count;
+    const auto gather = [&](const Tensor& rows) {
+      const auto gathered = at::empty(with_rows(rows, all), rows.options());
+      session->carry_out(
+          with_name(Call::all_gather(buffer_of(rows), buffer_of(gathered), counts_of(entries, elements_of_row(rows))),
+                    options.name));
+      return gathered;
+    };
+    const auto of_all = gather(indices).t();
+    const auto sums = gather(values).to(tensor.scalar_type());
+    const double divisor = options.op == Average ? session->size() : 1;
+    *result = at::sparse_coo_tensor(
+                  of_all, scaled(sums.div(divisor).to(tensor.scalar_type()), options.postscale_factor), tensor.sizes())
+                  .to(tensor.device());
+  };
+  return {session->start(run), result};
+}
+
 }  // namespace
+
+Handle<Tensor> sparse_allreduce_async(const Tensor& tensor, const ReduceOptions& options) {
+  return start_sparse_allreduce(tensor, options);
+}
+Tensor sparse_allreduce(const Tensor& tensor, const ReduceOptions& options) {
+  return start_sparse_allreduce(tensor, options).wait();
+}
 
 Handle<Tensor> allreduce_async(const Tensor& tensor, const ReduceOptions& options) {
   return start_allreduce("allreduce", {tensor}, options, false).only();

@@ -88,8 +88,8 @@ void Session::set(std::shared_ptr<Session> session) {
   // The previous session is destroyed here, without the lock.
 }
 
-Session::Use::Use(std::shared_ptr<Session> session) { of_thread = std::move(session); }
-Session::Use::~Use() { of_thread.reset(); }
+Session::Use::Use(std::shared_ptr<Session> session) : before_(std::exchange(of_thread, std::move(session))) {}
+Session::Use::~Use() { of_thread = before_; }
 
 Work Session::start(std::function<void()> task) {
   return thread_.add([&] {
@@ -124,9 +124,9 @@ std::vector<Announcement> Session::exchange(Announcement mine) {
   return all;
 }
 
-void Session::carry_out(Call call) const {
-  call.purpose = kOperation;
-  group().run(call, deadline());
+void Session::carry_out(std::vector<Call> calls) const {
+  for (auto& call : calls) call.purpose = kOperation;
+  group().run(calls, deadline());
 }
 
 Communicator Session::split(const std::string& what) {
@@ -136,6 +136,15 @@ Communicator Session::split(const std::string& what) {
     made = group().split(0, rank(), deadline());
   });
   return ranks_.with_group(*made);
+}
+
+std::shared_ptr<Session> Session::among(const std::vector<int>& ranks, const std::string& what) {
+  std::unique_ptr<Group> made;
+  run([&] {
+    negotiate(Announcement::of(what));
+    made = group().split(std::ranges::binary_search(ranks, rank()) ? 0 : -1, rank(), deadline());
+  });
+  return made ? std::make_shared<Session>(position_, ranks_.with_group(*made)) : nullptr;
 }
 
 int Session::join() {

@@ -59,6 +59,9 @@ class Session {
     ~Use();
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
+
+   private:
+    const std::shared_ptr<Session> before_;
   };
 
   const Position& position() const { return position_; }
@@ -79,10 +82,15 @@ class Session {
 
   // To be called in tasks, after negotiate: carries the announced call out. A call that was not announced would be
   // refused.
-  void carry_out(Call call) const;
+  void carry_out(Call call) const { carry_out(std::vector{std::move(call)}); }
+  void carry_out(std::vector<Call> calls) const;
 
   // A Communicator of all ranks with a separate Group for `what`. Collective. Not in tasks.
   Communicator split(const std::string& what);
+
+  // A session of some of the ranks, which are ascending; null on a rank that is not among them. Collective over all.
+  // Not in tasks.
+  std::shared_ptr<Session> among(const std::vector<int>& ranks, const std::string& what);
 
   // A Communicator of this rank alone, with the same timeout.
   Communicator alone() const { return ranks_.with_group(make_thread_groups(1)[0]); }
