@@ -364,14 +364,9 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& x, const std::option
   const auto here = [](const std::optional<Tensor>& tensor) {
     return tensor && tensor->defined() ? std::optional(on_cpu(*tensor)) : tensor;
   };
-  const auto results = at::native_batch_norm(on_cpu(x), here(weight), here(bias), here(mean), here(variance), training,
-                                             momentum, epsilon);
-  const auto there = [&](const Tensor& tensor) {
-    const auto made = at::empty(tensor.sizes(), tensor.options().device(x.device()), tensor.suggest_memory_format());
-    on_cpu(made).copy_(tensor);
-    return made;
-  };
-  return {there(std::get<0>(results)), there(std::get<1>(results)), there(std::get<2>(results))};
+  const auto [y, of_mean, of_variance] = at::native_batch_norm(on_cpu(x), here(weight), here(bias), here(mean),
+                                                               here(variance), training, momentum, epsilon);
+  return {y.to(x.device()), of_mean.to(x.device()), of_variance.to(x.device())};
 }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {

@@ -17,16 +17,12 @@
 #include "lockstep/base/error.h"
 #include "lockstep/strategy/strategy.h"
 #include "strategy/replicated_state.h"
+#include "strategy/state_apart.h"
 
 namespace lockstep {
 namespace {
 
 using checkpoint::joined;
-
-// Of workers that train by themselves.
-constexpr const char* kApart = "of_workers";  // each worker's state of the optimizer
-constexpr const char* kIterationsApart = "iterations_of_workers";
-constexpr const char* kOuter = "outer";
 
 constexpr const char* kSeen = "examples";  // of each replica, beside its buffers
 
@@ -305,45 +301,6 @@ std::function<void()> load_counters(const std::shared_ptr<GradientPath>& gradien
   };
 }
 
-// Workers that train by themselves (DiLoCo) each have a state of the optimizer, and an outer step together.
-// `each_state` calls visit(name, slot, index) for each state of each parameter. Collective.
-template <class EachState>
-void save_apart(const GradientPath& gradients, const EachState& each_state, Archive& archive,
-                const std::string& prefix) {
-  const auto& workers = gradients.parameters().topology().all;
-  const auto mine = at::full({1}, gradients.updater().iterations(), at::kLong);
-  archive.tensors[joined(prefix, kIterationsApart)] =
-      data::to_stored(all_gather(workers.group(), mine, workers.deadline()));
-  each_state(joined(prefix, kApart), [&](const std::string& name, std::size_t slot, std::size_t index) {
-    const auto state = gradients.updater().state(slot, index).unsqueeze(0);
-    archive.tensors[name] = data::to_stored(all_gather(workers.group(), state, workers.deadline()));
-  });
-  gradients.outer_step()->save(archive, joined(prefix, kOuter));
-}
-
-// Where there are as many workers as the checkpoint is of, each takes its own state; else the chief's.
-template <class EachState>
-std::function<void()> load_apart(GradientPath& gradients, const EachState& each_state, const Archive& archive,
-                                 const std::string& prefix) {
-  const auto name_of_iterations = joined(prefix, kIterationsApart);
-  if (!archive.tensors.contains(name_of_iterations)) return {};  // of workers that did not train apart
-  const auto& workers = gradients.parameters().topology().all;
-  const auto change_outer = gradients.outer_step()->load(archive, joined(prefix, kOuter));
-  const auto iterations = data::from_stored(archive.tensor(name_of_iterations));
-  if (iterations.numel() != workers.size()) return change_outer;
-  std::vector<std::pair<Tensor, Tensor>> copies;  // to, from
-  each_state(joined(prefix, kApart), [&](const std::string& name, std::size_t slot, std::size_t index) {
-    const auto mine = data::from_stored(archive.tensor(name))[workers.rank()];
-    for (const auto& copy : gradients.updater().parts_of(slot, index, mine)) copies.push_back(copy);
-  });
-  const auto own_iterations = iterations[workers.rank()].item<std::int64_t>();
-  return [change_outer, copies, own_iterations, &gradients] {
-    change_outer();
-    for (const auto& [to, from] : copies) to.copy_(from);
-    gradients.updater().set_iterations(own_iterations);
-  };
-}
-
 }  // namespace
 
 Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) {
@@ -390,7 +347,7 @@ Trackable ReplicatedOptimizer::trackable() const {
         const auto all = gradients->updater().whole_state(slot, index);
         if (all.defined()) save_slot(parameters, slot, all, mine, name);
       });
-      if (gradients->outer_step() != nullptr) save_apart(*gradients, each_state, mine, prefix);
+      if (gradients->outer_step() != nullptr) strategy::save_apart(*gradients, each_state, mine, prefix);
     });
   };
   const auto load = [gradients = impl_, counters, each_state](const Archive& archive,
@@ -403,7 +360,8 @@ Trackable ReplicatedOptimizer::trackable() const {
       for (const auto& copy : gradients->updater().parts_of(slot, index, all)) copies.push_back(copy);
     });
     std::function<void()> change_apart;
-    if (gradients->outer_step() != nullptr) change_apart = load_apart(*gradients, each_state, archive, prefix);
+    if (gradients->outer_step() != nullptr)
+      change_apart = strategy::load_apart(*gradients, each_state, archive, prefix);
     return [gradients, change_counters, copies, change_apart] {
       change_counters();
       for (const auto& [to, from] : copies) to.copy_(from);
