@@ -1,5 +1,5 @@
-// Trains by the workers that the environment tells, and prints what the training is worth: of a small GPT the loss on
-// text that it has not seen, of the seed program the accuracy. benchmarks/slow_links_quality.py compares ways to meet.
+// Trains by the workers that the environment tells. Prints the loss of a small GPT on text that it has not seen, or the
+// accuracy of the seed program. benchmarks/slow_links_quality.py compares ways to meet.
 #include <lockstep/lockstep.h>
 
 #include <fstream>
@@ -18,7 +18,7 @@ struct Options {
   int steps = 1000, seed = 1, batch = 16;  // batch: of a worker
   std::string gradient_dtype;
   std::int64_t meet_after = 0;
-  bool local_sgd = false;
+  double outer_rate = 0.7, outer_momentum = 0.9;
   std::string meet_dtype;
   std::vector<std::string> files;
 };
@@ -32,8 +32,8 @@ ls::MultiWorkerMirroredStrategy make_strategy(const Options& options) {
   ls::MultiWorkerMirroredOptions with{.devices = {"cpu:0"}, .threads_per_replica = 1};
   with.communication.gradient_dtype = dtype_named(options.gradient_dtype);
   if (options.meet_after > 0) {
-    with.diloco =
-        options.local_sgd ? ls::local_sgd(options.meet_after) : ls::DiLoCoOptions{.steps = options.meet_after};
+    with.diloco = ls::DiLoCoOptions{
+        .steps = options.meet_after, .learning_rate = options.outer_rate, .momentum = options.outer_momentum};
     with.diloco->dtype = dtype_named(options.meet_dtype);
   }
   return ls::MultiWorkerMirroredStrategy(with);
@@ -124,7 +124,8 @@ int main(int argc, char** argv) {
       .one_of({"bfloat16", "int8"});
   arguments.option("--meet-after", options.meet_after, "steps between meetings; 0: gradients are summed in each")
       .from(0);
-  arguments.flag("--local-sgd", options.local_sgd, "meet by the mean of values, not by DiLoCo's outer step");
+  arguments.option("--outer-rate", options.outer_rate, "of DiLoCo's outer step; 1 for LocalSGD");
+  arguments.option("--outer-momentum", options.outer_momentum, "of DiLoCo's outer step; 0 for LocalSGD");
   arguments.option("--meet-dtype", options.meet_dtype, "what is sent at meetings").one_of({"bfloat16", "int8"});
   arguments.words("files", options.files, "texts whose bytes the GPT learns");
   arguments.parse(argc, argv);

@@ -1,4 +1,4 @@
-"""What training over slow links is worth: a table of ways to meet, and a closing line of JSON.
+"""Losses and accuracies of training over slow links: a table of ways to meet, and a closing line of JSON.
 
     benchmarks/slow_links_quality.py [--steps 2000] [--seeds 3]     (half an hour on two cores)
 
@@ -23,7 +23,7 @@ def meeting(steps, *more):
 GPT = {"float32 in each step": (), "8 bits in each step": EIGHT, "DiLoCo, 20 steps": meeting(20), "DiLoCo, 50 steps": meeting(50),
        "DiLoCo, 50 steps, 8 bits": meeting(50, "--meet-dtype", "int8")}
 SEED = {"float32 in each step": (), "bfloat16 in each step": SIXTEEN, "8 bits in each step": EIGHT,
-        "LocalSGD, 20 steps": meeting(20, "--local-sgd"), "DiLoCo, 20 steps": meeting(20), "DiLoCo, 50 steps": meeting(50),
+        "LocalSGD, 20 steps": meeting(20, "--outer-rate", "1", "--outer-momentum", "0"), "DiLoCo, 20 steps": meeting(20), "DiLoCo, 50 steps": meeting(50),
         "DiLoCo, 50 steps, 8 bits": meeting(50, "--meet-dtype", "int8")}
 
 

@@ -5,9 +5,9 @@
 // A block of 256 elements shares a scale, its largest magnitude / 127. What rounding has lost is added to the next
 // values (error feedback), at the senders and at the owner. So means are right in the long run.
 //
-// Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
-// DNNs", Interspeech 2014 (error feedback); Dettmers et al., "8-bit optimizers via block-wise quantization", ICLR 2022
-// (blocks).
+// Error feedback: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed
+// training of speech DNNs", Interspeech 2014. Blocks: Dettmers et al., "8-bit optimizers via block-wise quantization",
+// ICLR 2022.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,11 +31,11 @@ class EightBitMean {
   // alone. Collective, by `run`. Values that are not finite give means that are not, and leave no residual.
   void reduce(const at::Tensor& values, bool gathers, const Group::RunCalls& run) const;
 
-  // What rounding has lost so far, which the next `reduce` adds. Tensors that belong to this object, to be saved.
+  // The losses by rounding so far, which the next `reduce` adds. Tensors that belong to this object, to be saved.
   const std::vector<at::Tensor>& residuals() const { return residuals_; }
 
  private:
-  // What a rank owns. Messages have whole blocks.
+  // A range of elements that one rank owns. Messages have whole blocks.
   struct Range {
     std::int64_t begin = 0, numel = 0;  // elements
     std::int64_t blocks = 0;

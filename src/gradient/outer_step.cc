@@ -245,7 +245,7 @@ std::vector<at::Tensor> OuterStep::residuals() const {
   return tensors;
 }
 
-// What rounding has lost on this rank: flat, in host memory.
+// The losses by rounding on this rank: flat, in host memory.
 at::Tensor OuterStep::lost() const {
   std::vector<at::Tensor> flat{at::empty({0})};
   for (const auto& tensor : residuals()) flat.push_back(tensor.cpu().view({-1}));

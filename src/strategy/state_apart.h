@@ -1,5 +1,5 @@
-// What a checkpoint has of workers that train by themselves (DiLoCo): each worker's state of the optimizer, and their
-// outer step.
+// The part of a checkpoint that is of workers that train by themselves (DiLoCo): each worker's state of the optimizer,
+// and their outer step.
 #pragma once
 
 #include <cstddef>

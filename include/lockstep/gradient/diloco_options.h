@@ -1,8 +1,9 @@
 // How ranks that train by themselves meet: DiLoCo and LocalSGD. Torch-free.
 //
-// Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023; Stich, "Local SGD
-// converges fast and communicates little", ICLR 2019; Douillard et al., "Streaming DiLoCo with overlapping
-// communication", 2025 (parts, overlap). Names follow torchft's where it has them.
+// DiLoCo: Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023.
+// LocalSGD: Stich, "Local SGD converges fast and communicates little", ICLR 2019.
+// Parts and overlap: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025.
+// Names follow torchft's where it has them.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What DistributedDataParallel sends: fewer bits, hooks, and names in timelines.
+// DistributedDataParallel's buckets: fewer bits, hooks, and names in timelines.
 #include <fstream>
 #include <sstream>
 
@@ -34,7 +34,7 @@ void expect_close_with(DType dtype) {
         if (!parameter.value().grad().defined()) continue;
         const auto mine = net->named_parameters()[parameter.key()].grad();
         if (dtype != DType::int8) largest = parameter.value().grad().abs().max().item<float>();
-        // What was lost of a full batch counts for more in the mean of a smaller one.
+        // A full batch's loss by rounding counts for more in the mean of a smaller one.
         const auto smaller = dtype == DType::int8 ? static_cast<float>(all[0].x.size(0)) / batch.x.size(0) : 1;
         EXPECT_LE((mine - parameter.value().grad()).abs().max().item<float>(), 0.01 * largest * smaller)
             << parameter.key();
