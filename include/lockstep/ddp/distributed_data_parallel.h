@@ -43,7 +43,8 @@ struct DistributedDataParallelOptions {
   bool weigh_by_examples = true;
   std::int64_t batch_dim = 0;  // 1 for [time, batch, features]
 
-  // DType::float16 or DType::bfloat16, in which float gradients are sent. They are summed in float32.
+  // DType::float16, DType::bfloat16, or DType::int8 (blocks of 256 with a scale, and error feedback), in which float
+  // gradients are sent. They are summed in float32.
   std::optional<DType> gradient_dtype = {};
 
   // How long an operation between the ranks waits for the others; empty: as long as the Communicator's calls.

@@ -69,7 +69,9 @@ struct LossScaleOptions {
 struct GradientRanks {
   Communicator ranks;
   bool sum = false;                          // update by the processes' sum, instead of their mean
-  std::optional<DType> gradient_dtype = {};  // DType::float16 or DType::bfloat16: what float gradients are sent as
+  // DType::float16, DType::bfloat16, or DType::int8 (blocks of 256 with a scale, and error feedback): what float gradients
+  // are sent as.
+  std::optional<DType> gradient_dtype = {};
 
   // True: each process trains on data of its own, as Horovod's programs do, and one whose data end sooner goes on
   // without examples. False: all give the same data, which are divided by the AutoShardPolicy.
