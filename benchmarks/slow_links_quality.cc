@@ -20,6 +20,7 @@ struct Options {
   std::int64_t meet_after = 0;
   double outer_rate = 0.7, outer_momentum = 0.9;
   std::string meet_dtype;
+  std::string from, to;  // files with weights of the GPT
   std::vector<std::string> files;
 };
 
@@ -82,6 +83,8 @@ double train_gpt(const Options& options, const ls::MultiWorkerMirroredStrategy& 
   ls::Model model([] { return std::make_shared<Gpt>(); });
   model.compile({.optimizer = ls::AdamW({.learning_rate = ls::CosineDecay(2e-3, options.steps), .weight_decay = 0.01}),
                  .loss = ls::SparseCategoricalCrossentropy({.from_logits = true})});
+  model.build({kSizes.sequence}, at::kLong);
+  if (!options.from.empty()) model.load_weights(options.from);
   const auto batch = static_cast<std::int64_t>(options.batch) * strategy.num_workers();
   const auto data = ls::Dataset::from_generator([&]() -> ls::Dataset::Generator {
     return [&, step = std::uint64_t{0}]() mutable -> std::optional<ls::Example> {
@@ -89,6 +92,7 @@ double train_gpt(const Options& options, const ls::MultiWorkerMirroredStrategy& 
     };
   });
   model.fit(data, {.verbose = 0, .steps_per_epoch = options.steps});
+  if (!options.to.empty()) model.save_weights(options.to);
   const auto held_out = stretches(unknown, 512, 1);
   return model.evaluate(ls::Dataset::from_tensor_slices(held_out.x, held_out.y).batch(64))["loss"];
 }
@@ -127,6 +131,8 @@ int main(int argc, char** argv) {
   arguments.option("--outer-rate", options.outer_rate, "of DiLoCo's outer step; 1 for LocalSGD");
   arguments.option("--outer-momentum", options.outer_momentum, "of DiLoCo's outer step; 0 for LocalSGD");
   arguments.option("--meet-dtype", options.meet_dtype, "what is sent at meetings").one_of({"bfloat16", "int8"});
+  arguments.option("--from", options.from, "weights with which the GPT begins");
+  arguments.option("--to", options.to, "where its weights are saved");
   arguments.words("files", options.files, "texts whose bytes the GPT learns");
   arguments.parse(argc, argv);
   try {

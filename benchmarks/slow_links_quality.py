@@ -1,13 +1,14 @@
 """Losses and accuracies of training over slow links: a table of ways to meet, and a closing line of JSON.
 
-    benchmarks/slow_links_quality.py [--steps 2000] [--seeds 3]     (half an hour on two cores)
+    benchmarks/slow_links_quality.py [--steps 1000] [--seeds 3] [--task gpt|seed]     (an hour on two cores)
 
-A small GPT learns the bytes of this project's sources: the loss on a tenth that it has not seen, at equal tokens. The
-seed program learns Fashion-MNIST for five epochs: the mean accuracy over the seeds.
+A small GPT learns the bytes of this project's sources: the loss on a tenth that it has not seen, at equal tokens. All
+ways begin with the weights of as many steps in which gradients were summed, as in DiLoCo's paper. The seed program learns Fashion-MNIST for five epochs: the mean accuracy over the seeds.
 """
 import argparse
 import json
 import subprocess
+import tempfile
 
 from programs import ROOT
 
@@ -35,23 +36,25 @@ def value(workers, *options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--task", choices=("gpt", "seed"))
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     texts = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("src/*/*.cc"))
-    found = []
+    found, folder = [], tempfile.mkdtemp()
 
     def tell(task, workers, way, measured, relative):
         found.append({"task": task, "workers": workers, "way": way, "value": measured})
         print(f"{task}, {workers} workers, {way:28} {measured:8.4f}  {relative}", flush=True)
 
-    for workers in (2, 4):
-        first = None
+    for workers in () if args.task == "seed" else (2, 4):
+        first, begun = None, f"{folder}/begun_with_{workers}"
+        value(workers, "--task", "gpt", "--steps", str(args.steps), "--to", begun, *texts)
         for way, options in GPT.items():
-            loss = value(workers, "--task", "gpt", "--steps", str(args.steps), *options, *texts)
+            loss = value(workers, "--task", "gpt", "--steps", str(args.steps), "--from", begun, *options, *texts)
             first = first or loss
             tell("small GPT", workers, way, loss, f"{100 * (loss / first - 1):+.2f}%")
-    for workers in (2, 4):
+    for workers in () if args.task == "gpt" else (2, 4):
         first = None
         for way, options in SEED.items():
             accuracies = [value(workers, "--task", "seed", "--batch", "64", "--steps", "5", "--seed", str(seed + 1), *options)
