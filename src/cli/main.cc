@@ -17,7 +17,7 @@ namespace {
 struct BenchArguments {
   explicit BenchArguments(CLI::App& app) {
     app.add_option("operation", options.operation, "all_reduce, broadcast, all_gather, ... (all_reduce)");
-    app.add_option("--backend", options.group.backend, "threads, shm, tcp, ucx, hierarchical or auto (auto)");
+    app.add_option("--backend", options.group.backend, "threads, shm, tcp, ucx, hierarchical, mpi or auto (auto)");
     app.add_option("--implementation", implementation,
                    "auto, ring, halving_doubling, tree, pairwise, reduction_to_one_device");
     app.add_option("--ranks", options.ranks, "how many ranks (2)");

@@ -1,0 +1,256 @@
+// The backend "mpi": payloads go by the site's MPI library, and messages over TCP tell who is lost or late.
+#include <sched.h>
+
+#include <chrono>
+#include <numeric>
+#include <utility>
+
+#include "base/failure.h"
+#include "base/text.h"
+#include "collective/make.h"
+#include "collective/message_passing/message_group.h"
+#include "collective/mpi/mpi_calls.h"
+#include "collective/mpi/mpi_communicator.h"
+#include "collective/mpi/operation.h"
+#include "collective/wrappers/wrapper.h"
+#include "kernels/reduce.h"
+
+namespace lockstep::collective {
+namespace {
+
+using Clock = Deadline::Clock;
+using Kind = Call::Kind;
+
+constexpr const char* kMpi = "mpi";
+constexpr std::chrono::milliseconds kBetweenLooks(1);
+constexpr std::chrono::seconds kForLast(2);  // what a rank that has left had still to send
+
+// 16-bit floats go to all ranks at once up to this many bytes, times the other ranks, and are cut into segments.
+constexpr std::size_t kAtOnceBytes = 64 * 1024;
+constexpr std::size_t kSegmentBytes = std::size_t{64} << 20;
+
+class MpiGroup final : public Wrapper {
+ public:
+  MpiGroup(std::shared_ptr<MessageGroup> control, cluster::Bootstrap& members, mpi::Blocks blocks, bool shares_cores,
+           Deadline deadline)
+      : Wrapper(control),
+        control_(std::move(control)),
+        blocks_(std::move(blocks)),
+        shares_cores_(shares_cores),
+        communicator_(
+            members, [this] { control_->look("making the group", /*also_left=*/true); }, deadline),
+        operation_(std::make_unique<mpi::Operation>(blocks_)) {
+    std::iota(others_.begin(), others_.end(), 0);
+    std::erase(others_, rank());
+  }
+
+  const char* name() const override { return kMpi; }
+
+  const char* run(const Call& call, Deadline deadline) override {
+    if (is_message(call)) return exchange({&call, 1}, deadline);
+    begin(call.kind);
+    if (is_reduction(call.kind) && kernels::is_half(call.input.dtype)) {
+      on_behalf_of(call, [&] { reduce_halves(call, deadline); });
+    } else if (call.kind == Kind::all_to_all && !call.counts.empty()) {
+      run_rounds(call, longest_of_all(call, deadline), deadline);
+    } else {
+      run_rounds(call, mpi::longest_share(call, size()), deadline);
+    }
+    return kMpi;
+  }
+
+  const char* exchange(std::span<const Call> calls, Deadline deadline) override {
+    begin(calls[0].kind);
+    std::vector<int> late;
+    for (const auto& call : calls) late.push_back(call.peer);
+    run_operation(calls[0].kind, late, deadline,
+                  [&](auto& operation) { mpi::start_messages(operation, calls, ranks()); });
+    return kMpi;
+  }
+
+  std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override {
+    auto control = std::static_pointer_cast<MessageGroup>(control_->make(members, deadline));
+    return std::make_shared<MpiGroup>(std::move(control), members, blocks_, shares_cores_, deadline);
+  }
+
+  Memory allocate(std::size_t bytes) override { return blocks_.allocate(bytes); }
+
+ private:
+  mpi::Ranks ranks() const { return {communicator_.handle(), rank(), size()}; }
+
+  // A rank that comes late sees here that the others have given up, and does not enter MPI.
+  void begin(Kind kind) {
+    control_->check();
+    if (Clock::now() - looked_ > kBetweenLooks) look_at_others(kind, /*also_left=*/false);
+  }
+
+  void look_at_others(Kind kind, bool also_left) {
+    control_->look(name_of(kind), also_left);
+    looked_ = Clock::now();
+  }
+
+  void run_rounds(const Call& call, std::size_t longest, Deadline deadline) {
+    std::size_t begin = 0;
+    do {  // runs for empty buffers too: whoever makes the call finds out who is lost
+      const auto window = mpi::window_from(begin, longest, call, size());
+      run_operation(call.kind, others_, deadline,
+                    [&](auto& operation) { mpi::start_round(operation, call, window, ranks()); });
+      begin += window.count;
+    } while (begin < longest);
+    const bool has_result = call.kind != Kind::reduce || rank() == call.peer;
+    if (is_reduction(call.kind) && call.op == ReduceOp::mean && has_result) {
+      kernels::divide(call.output.dtype, call.output.data, static_cast<std::size_t>(size()), call.output.count);
+    }
+  }
+
+  // What MPI has begun is left alone where anything fails. The control plane knows of failures that it found itself.
+  template <class Start>
+  void run_operation(Kind kind, std::span<const int> late, Deadline deadline, const Start& start) {
+    try {
+      start(*operation_);
+      fail_point("mpi.started");
+      wait(kind, late, deadline);
+      operation_->finish();
+      return;
+    } catch (const InvalidArgument&) {
+      abandon();
+      fail(Failure::aborted(rank(), "the ranks' messages differ"));
+      throw;
+    } catch (const mpi::CallFailed& error) {
+      abandon();
+      fail(Failure::aborted(rank(), text("rank ", rank(), ": ", error.what())));
+      throw;
+    } catch (...) {
+      abandon();
+      throw;
+    }
+  }
+
+  void abandon() {
+    communicator_.mark_failed();
+    mpi::leave(std::exchange(operation_, std::make_unique<mpi::Operation>(blocks_)));
+  }
+
+  // Tests often at first. `late`: the ranks that may be waited for.
+  void wait(Kind kind, std::span<const int> late, Deadline deadline) {
+    const int spins = shares_cores_ ? 1 : 100;
+    for (int i = 0; i < spins; ++i) {
+      if (operation_->test()) return;
+    }
+    const auto start = Clock::now();
+    while (!operation_->test()) {
+      const auto now = Clock::now();
+      if (now - looked_ > kBetweenLooks) look_at_others(kind, /*also_left=*/now - start > kForLast);
+      if (now >= deadline.time()) control_->give_up(late, deadline, name_of(kind));
+      if (shares_cores_) sched_yield();
+    }
+  }
+
+  std::size_t longest_of_all(const Call& call, Deadline deadline) {
+    auto longest = static_cast<std::int64_t>(mpi::longest_share(call, size()));
+    const auto largest = Call::all_reduce({&longest, 1, DType::int64}, ReduceOp::max);
+    on_behalf_of(call, [&] { run_rounds(largest, 1, deadline); });
+    return static_cast<std::size_t>(longest);
+  }
+
+  // MPI has no 16-bit floats. Ranks move them, and reduce slices in float32 by themselves: elements are rounded once.
+  void reduce_halves(const Call& call, Deadline deadline) {
+    const auto count = call.input.count;
+    if (call.kind == Kind::reduce_scatter) {
+      Counts shares = call.counts;
+      if (shares.empty()) shares.assign(static_cast<std::size_t>(size()), call.output.count);
+      return reduce_slices(call, shares, call.output.data, deadline);
+    }
+    if (call.kind == Kind::all_reduce && call.input.bytes() * others_.size() <= kAtOnceBytes) {
+      auto* const all = scratch(call.input.bytes() * static_cast<std::size_t>(size()));
+      const Buffer gathered{all, count * static_cast<std::size_t>(size()), call.input.dtype};
+      run_rounds(Call::all_gather(call.output, gathered), count, deadline);
+      return reduce_inputs(call, all, call.output.data, count);
+    }
+    const auto step = kSegmentBytes / size_of(call.input.dtype);
+    for (std::size_t begin = 0; begin < count; begin += step) {
+      reduce_segment(call, {begin, std::min(begin + step, count)}, deadline);
+    }
+  }
+
+  // Of a reduce or an all_reduce: each rank reduces a slice, and the slices are gathered.
+  void reduce_segment(const Call& call, const Slice& segment, Deadline deadline) {
+    const auto dtype = call.input.dtype;
+    const auto at = segment.begin * size_of(dtype);
+    Counts counts;
+    std::size_t mine = 0;
+    for (int r = 0; r < size(); ++r) {
+      const auto slice = even_slice(segment.count(), dtype, r, size());
+      if (r == rank()) mine = slice.begin;
+      counts.push_back(slice.count());
+    }
+    const auto my_count = counts[static_cast<std::size_t>(rank())];
+    auto slices = call;
+    slices.input = {bytes_of(call.input) + at, segment.count(), dtype};
+    const bool to_all = call.kind == Kind::all_reduce;
+    const Buffer output{to_all || rank() == call.peer ? bytes_of(call.output) + at : nullptr, segment.count(), dtype};
+    if (to_all) {
+      auto* const result = bytes_of(output) + mine * size_of(dtype);
+      reduce_slices(slices, counts, result, deadline);
+      const auto gather = Call::all_gather({result, my_count, dtype}, output, counts);
+      return run_rounds(gather, mpi::longest_share(gather, size()), deadline);
+    }
+    const auto memory = private_memory(my_count * size_of(dtype));
+    reduce_slices(slices, counts, memory.get(), deadline);
+    const auto gather = Call::gather({memory.get(), my_count, dtype}, output, call.peer, counts);
+    run_rounds(gather, mpi::longest_share(gather, size()), deadline);
+  }
+
+  // result <- this rank's slice of the reduction of call.input.
+  void reduce_slices(const Call& call, const Counts& counts, void* result, Deadline deadline) {
+    const auto mine = counts[static_cast<std::size_t>(rank())];
+    const auto ranks = static_cast<std::size_t>(size());
+    auto* const all = scratch(mine * ranks * size_of(call.input.dtype));
+    const auto swap = Call::all_to_all(call.input, {all, mine * ranks, call.input.dtype}, counts, Counts(ranks, mine));
+    run_rounds(swap, *std::max_element(counts.begin(), counts.end()), deadline);
+    reduce_inputs(call, all, result, mine);
+  }
+
+  // Reduces the ranks' elements, which lie one rank's after the other's.
+  void reduce_inputs(const Call& call, const std::byte* all, void* result, std::size_t count) {
+    std::vector<const void*> inputs;
+    for (int r = 0; r < size(); ++r)
+      inputs.push_back(all + static_cast<std::size_t>(r) * count * size_of(call.input.dtype));
+    void* const outputs[] = {result};
+    kernels::reduce(call.op, call.input.dtype, inputs, outputs, count);
+  }
+
+  std::byte* scratch(std::size_t bytes) {
+    if (bytes > scratch_bytes_) {
+      scratch_ = blocks_.allocate(bytes);
+      scratch_bytes_ = bytes;
+    }
+    return scratch_.get();
+  }
+
+  const std::shared_ptr<MessageGroup> control_;
+  mpi::Blocks blocks_;
+  const bool shares_cores_;  // with other ranks
+  mpi::MpiCommunicator communicator_;
+  std::unique_ptr<mpi::Operation> operation_;
+  std::vector<int> others_ = std::vector<int>(static_cast<std::size_t>(size()));
+  Clock::time_point looked_ = Clock::now();
+  Memory scratch_;  // of 16-bit floats
+  std::size_t scratch_bytes_ = 0;
+};
+
+}  // namespace
+
+std::shared_ptr<GroupBackend> make_mpi_backend(cluster::Bootstrap& members, const Place& place,
+                                               const GroupOptions& options, transport::SpinThenBlock spin,
+                                               Deadline deadline) {
+  const auto problems = members.all_gather(mpi::problem(), deadline);
+  for (std::size_t r = 0; r < problems.size(); ++r) {
+    if (!problems[r].empty()) throw InvalidArgument(text("make_group: rank ", r, ": ", problems[r]));
+  }
+  auto control =
+      std::static_pointer_cast<MessageGroup>(make_network_backend("tcp", members, place, options, spin, deadline));
+  return std::make_shared<MpiGroup>(std::move(control), members, mpi::Blocks(), spin.spins == 0, deadline);
+}
+
+}  // namespace lockstep::collective
