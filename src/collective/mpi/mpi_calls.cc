@@ -11,7 +11,8 @@ namespace {
 
 using Kind = Call::Kind;
 
-constexpr std::size_t kBytesPerRound = std::size_t{64} << 20;
+constexpr int kTag = 0;
+constexpr std::size_t kBytesPerMessage = std::size_t{64} << 20;
 
 bool has_shares(Kind kind) {
   return kind != Kind::barrier && kind != Kind::all_reduce && kind != Kind::reduce && kind != Kind::broadcast;
@@ -198,10 +199,15 @@ std::size_t longest_share(const Call& call, int size) {
   }
 }
 
+std::size_t bytes_per_round(Kind kind, int size) {
+  constexpr std::size_t kMost = std::size_t{64} << 20, kSlice = std::size_t{1} << 20;
+  return is_reduction(kind) ? std::min(kSlice * static_cast<std::size_t>(size), kMost) : kMost;
+}
+
 Window window_from(std::size_t begin, std::size_t longest, const Call& call, int size) {
   const auto shares = has_shares(call.kind) ? static_cast<std::size_t>(size) : 1;
-  const auto most = std::max<std::size_t>(1, kBytesPerRound / size_of(call.input.dtype) / shares);
-  return {begin, std::min(most, longest - begin)};
+  const auto most = bytes_per_round(call.kind, size) / size_of(call.input.dtype) / shares;
+  return {begin, std::min(std::max<std::size_t>(most, 1), longest - begin)};
 }
 
 void start_round(Operation& operation, const Call& call, const Window& window, const Ranks& ranks) {
@@ -221,9 +227,29 @@ void start_round(Operation& operation, const Call& call, const Window& window, c
   }
 }
 
+void start_swap(Operation& operation, const ConstBuffer& input, const std::vector<Slice>& slices, std::byte* received,
+                const Ranks& ranks) {
+  const auto& mpi = library();
+  const auto element = size_of(input.dtype);
+  const auto dtype = mpi.dtype(input.dtype);
+  const auto bytes = slices[static_cast<std::size_t>(ranks.rank)].count() * element;
+  const int mine = number(slices[static_cast<std::size_t>(ranks.rank)]);
+  for (int distance = 1; distance < ranks.size; ++distance) {
+    const int from = (ranks.rank + ranks.size - distance) % ranks.size;
+    auto* const place = operation.writes(received + static_cast<std::size_t>(from) * bytes, bytes);
+    operation.call("MPI_Irecv", mpi.MPI_Irecv, place, mine, dtype, from, kTag, ranks.comm);
+    operation.expect(from, mine, dtype);
+  }
+  for (int distance = 1; distance < ranks.size; ++distance) {
+    const int to = (ranks.rank + distance) % ranks.size;
+    const auto slice = slices[static_cast<std::size_t>(to)];
+    const auto* const sent = operation.reads(bytes_of(input) + slice.begin * element, slice.count() * element);
+    operation.call("MPI_Isend", mpi.MPI_Isend, sent, number(slice), dtype, to, kTag, ranks.comm);
+  }
+}
+
 // Long messages go in pieces, which arrive in order.
 void start_messages(Operation& operation, std::span<const Call> calls, const Ranks& ranks) {
-  constexpr int kTag = 0;
   const auto& mpi = library();
   for (const auto& call : calls) {
     const bool sends = call.kind == Kind::send;
@@ -233,7 +259,7 @@ void start_messages(Operation& operation, std::span<const Call> calls, const Ran
     std::size_t begin = 0;
     do {  // runs for an empty message too, for which the other rank waits
       const auto at = begin * element;
-      const auto piece = std::min(kBytesPerRound / element, count - begin);
+      const auto piece = std::min(kBytesPerMessage / element, count - begin);
       const int length = static_cast<int>(piece);
       if (sends) {
         const auto* const from = operation.reads(bytes_of(call.input) + at, piece * element);

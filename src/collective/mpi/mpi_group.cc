@@ -25,9 +25,8 @@ constexpr const char* kMpi = "mpi";
 constexpr std::chrono::milliseconds kBetweenLooks(1);
 constexpr std::chrono::seconds kForLast(2);  // what a rank that has left had still to send
 
-// 16-bit floats go to all ranks at once up to this many bytes, times the other ranks, and are cut into segments.
-constexpr std::size_t kAtOnceBytes = 64 * 1024;
-constexpr std::size_t kSegmentBytes = std::size_t{64} << 20;
+// An all_reduce of up to so many bytes, times the other ranks, is sent to all ranks as a whole.
+constexpr std::size_t kAtOnceBytes = 3 * 1024;
 
 class MpiGroup final : public Wrapper {
  public:
@@ -49,8 +48,8 @@ class MpiGroup final : public Wrapper {
   const char* run(const Call& call, Deadline deadline) override {
     if (is_message(call)) return exchange({&call, 1}, deadline);
     begin(call.kind);
-    if (is_reduction(call.kind) && kernels::is_half(call.input.dtype)) {
-      on_behalf_of(call, [&] { reduce_halves(call, deadline); });
+    if (reduces_by_itself(call)) {
+      on_behalf_of(call, [&] { reduce(call, deadline); });
     } else if (call.kind == Kind::all_to_all && !call.counts.empty()) {
       run_rounds(call, longest_of_all(call, deadline), deadline);
     } else {
@@ -153,71 +152,65 @@ class MpiGroup final : public Wrapper {
     return static_cast<std::size_t>(longest);
   }
 
-  // MPI has no 16-bit floats. Ranks move them, and reduce slices in float32 by themselves: elements are rounded once.
-  void reduce_halves(const Call& call, Deadline deadline) {
-    const auto count = call.input.count;
+  // True where ranks send each other slices and reduce these by themselves. 16-bit floats, which MPI does not know, are
+  // then rounded once. Among few ranks this takes half the time of Open MPI's MPI_Iallreduce. Among many ranks MPI
+  // knows the network.
+  bool reduces_by_itself(const Call& call) const {
+    constexpr int kFewRanks = 4;
+    return is_reduction(call.kind) && (kernels::is_half(call.input.dtype) || size() <= kFewRanks);
+  }
+
+  void reduce(const Call& call, Deadline deadline) {
+    const auto count = call.input.count, ranks = static_cast<std::size_t>(size());
     if (call.kind == Kind::reduce_scatter) {
-      Counts shares = call.counts;
-      if (shares.empty()) shares.assign(static_cast<std::size_t>(size()), call.output.count);
-      return reduce_slices(call, shares, call.output.data, deadline);
+      std::vector<Slice> slices;
+      for (int r = 0; r < size(); ++r) slices.push_back(share_of(call.counts, call.output.count, r));
+      return reduce_slices(call, slices, call.output.data, deadline);
     }
     if (call.kind == Kind::all_reduce && call.input.bytes() * others_.size() <= kAtOnceBytes) {
-      auto* const all = scratch(call.input.bytes() * static_cast<std::size_t>(size()));
-      const Buffer gathered{all, count * static_cast<std::size_t>(size()), call.input.dtype};
-      run_rounds(Call::all_gather(call.output, gathered), count, deadline);
-      return reduce_inputs(call, all, call.output.data, count);
+      return reduce_slices(call, std::vector<Slice>(ranks, {0, count}), call.output.data, deadline);
     }
-    const auto step = kSegmentBytes / size_of(call.input.dtype);
+    const auto step = mpi::bytes_per_round(Kind::all_reduce, size()) / size_of(call.input.dtype);
     for (std::size_t begin = 0; begin < count; begin += step) {
       reduce_segment(call, {begin, std::min(begin + step, count)}, deadline);
     }
   }
 
-  // Of a reduce or an all_reduce: each rank reduces a slice, and the slices are gathered.
+  // Part of a reduce or an all_reduce: each rank reduces a slice, and the slices are gathered.
   void reduce_segment(const Call& call, const Slice& segment, Deadline deadline) {
     const auto dtype = call.input.dtype;
     const auto at = segment.begin * size_of(dtype);
+    std::vector<Slice> slices;
     Counts counts;
-    std::size_t mine = 0;
     for (int r = 0; r < size(); ++r) {
-      const auto slice = even_slice(segment.count(), dtype, r, size());
-      if (r == rank()) mine = slice.begin;
-      counts.push_back(slice.count());
+      slices.push_back(even_slice(segment.count(), dtype, r, size()));
+      counts.push_back(slices.back().count());
     }
-    const auto my_count = counts[static_cast<std::size_t>(rank())];
-    auto slices = call;
-    slices.input = {bytes_of(call.input) + at, segment.count(), dtype};
+    const auto mine = slices[static_cast<std::size_t>(rank())];
+    auto part = call;
+    part.input = {bytes_of(call.input) + at, segment.count(), dtype};
     const bool to_all = call.kind == Kind::all_reduce;
     const Buffer output{to_all || rank() == call.peer ? bytes_of(call.output) + at : nullptr, segment.count(), dtype};
-    if (to_all) {
-      auto* const result = bytes_of(output) + mine * size_of(dtype);
-      reduce_slices(slices, counts, result, deadline);
-      const auto gather = Call::all_gather({result, my_count, dtype}, output, counts);
-      return run_rounds(gather, mpi::longest_share(gather, size()), deadline);
-    }
-    const auto memory = private_memory(my_count * size_of(dtype));
-    reduce_slices(slices, counts, memory.get(), deadline);
-    const auto gather = Call::gather({memory.get(), my_count, dtype}, output, call.peer, counts);
+    const auto memory = to_all ? nullptr : private_memory(mine.count() * size_of(dtype));
+    auto* const result = to_all ? bytes_of(output) + mine.begin * size_of(dtype) : memory.get();
+    reduce_slices(part, slices, result, deadline);
+    const auto gather = to_all ? Call::all_gather({result, mine.count(), dtype}, output, counts)
+                               : Call::gather({result, mine.count(), dtype}, output, call.peer, counts);
     run_rounds(gather, mpi::longest_share(gather, size()), deadline);
   }
 
-  // result <- this rank's slice of the reduction of call.input.
-  void reduce_slices(const Call& call, const Counts& counts, void* result, Deadline deadline) {
-    const auto mine = counts[static_cast<std::size_t>(rank())];
-    const auto ranks = static_cast<std::size_t>(size());
-    auto* const all = scratch(mine * ranks * size_of(call.input.dtype));
-    const auto swap = Call::all_to_all(call.input, {all, mine * ranks, call.input.dtype}, counts, Counts(ranks, mine));
-    run_rounds(swap, *std::max_element(counts.begin(), counts.end()), deadline);
-    reduce_inputs(call, all, result, mine);
-  }
-
-  // Reduces the ranks' elements, which lie one rank's after the other's.
-  void reduce_inputs(const Call& call, const std::byte* all, void* result, std::size_t count) {
-    std::vector<const void*> inputs;
-    for (int r = 0; r < size(); ++r)
-      inputs.push_back(all + static_cast<std::size_t>(r) * count * size_of(call.input.dtype));
+  // result <- this rank's slice of the reduction of call.input. Slices of two ranks may overlap.
+  void reduce_slices(const Call& call, const std::vector<Slice>& slices, void* result, Deadline deadline) {
+    const auto mine = slices[static_cast<std::size_t>(rank())];
+    const auto element = size_of(call.input.dtype);
+    auto* const all = scratch(mine.count() * element * slices.size());
+    run_operation(call.kind, others_, deadline,
+                  [&](auto& operation) { mpi::start_swap(operation, call.input, slices, all, ranks()); });
+    inputs_.clear();
+    for (std::size_t r = 0; r < slices.size(); ++r) inputs_.push_back(all + r * mine.count() * element);
+    inputs_[static_cast<std::size_t>(rank())] = bytes_of(call.input) + mine.begin * element;
     void* const outputs[] = {result};
-    kernels::reduce(call.op, call.input.dtype, inputs, outputs, count);
+    kernels::reduce(call.op, call.input.dtype, inputs_, outputs, mine.count());
   }
 
   std::byte* scratch(std::size_t bytes) {
@@ -235,8 +228,9 @@ class MpiGroup final : public Wrapper {
   std::unique_ptr<mpi::Operation> operation_;
   std::vector<int> others_ = std::vector<int>(static_cast<std::size_t>(size()));
   Clock::time_point looked_ = Clock::now();
-  Memory scratch_;  // of 16-bit floats
+  Memory scratch_;  // what other ranks have sent for a reduction
   std::size_t scratch_bytes_ = 0;
+  std::vector<const void*> inputs_;
 };
 
 }  // namespace
