@@ -21,6 +21,7 @@ constexpr std::chrono::milliseconds kBetweenChecks(1);
 constexpr std::chrono::seconds kForFailed(3);  // for MPI_Finalize where something failed
 
 std::atomic<bool> failed{false};
+std::atomic<int> in_mpi{0};  // threads that wait there for other ranks
 
 // The thread that initialises MPI also finalises it, as the standard asks. Never freed: the thread may outlive main.
 struct Lifetime {
@@ -36,8 +37,9 @@ Lifetime& lifetime() {
 }
 
 // MPI_Finalize waits for the other processes, of which one may write a last checkpoint. If one of them ends badly,
-// mpirun ends this one.
+// mpirun ends this one. MPI cannot be finalised under a thread that is left in it.
 void end(int status, void* /*unused*/) {
+  if (in_mpi > 0) return;
   auto& mine = lifetime();
   const bool waits_little = failed || status != 0;
   const auto until = waits_little ? Deadline::after(kForFailed) : Deadline::never();
@@ -132,7 +134,14 @@ int start(const std::function<void()>& check, Deadline deadline) {
 
 void run_bounded(const char* operation, std::function<void()> act, const std::function<void()>& check,
                  Deadline deadline) {
-  std::packaged_task<void()> task(std::move(act));
+  struct InMpi {
+    InMpi() { ++in_mpi; }
+    ~InMpi() { --in_mpi; }
+  };
+  std::packaged_task<void()> task([act = std::move(act)] {
+    const InMpi here;
+    act();
+  });
   auto done = task.get_future();
   std::thread(std::move(task)).detach();
   wait_for(done, operation, check, deadline);
