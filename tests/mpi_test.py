@@ -41,20 +41,18 @@ class Mpi(unittest.TestCase):
                     self.assertNotIn("FAILED", output)
 
     def test_the_others_go_on_where_a_rank_is_killed(self):
-        commands = [[OPEN_MPI[0], "--enable-recovery", *OPEN_MPI[1:]], [MPICH[0], "-disable-auto-cleanup", *MPICH[1:]]]
-        for command in commands:
-            with self.subTest(command=command[0]):
-                _, output = self.run_ranks([*command, "3", RANKS, "--mode", "lose"])
-                self.assertEqual((output.count("lost rank 1\n"), output.count("survivors 2\n")), (2, 2), output)
+        """By Open MPI's mpirun alone: MPICH's mpiexec kills the others, also with -disable-auto-cleanup."""
+        output = self.expect([OPEN_MPI[0], "--enable-recovery", *OPEN_MPI[1:], "3", RANKS, "--mode", "lose"])
+        self.assertEqual((output.count("lost rank 1\n"), output.count("survivors 2\n")), (2, 2), output)
 
     def test_a_library_of_another_mpi_is_refused(self):
         for launcher, library, told in (
-            (OPEN_MPI, MPICH_LIBRARY, "the MPI library is MPICH Version 4.0.2, but Open MPI's mpirun started this process; start it with the library's own"),
-            (MPICH, OPEN_MPI_LIBRARY, "the MPI library is Open MPI v4.1.4, but MPICH's mpiexec started this process; start it with Open MPI's mpirun"),
+            (OPEN_MPI, MPICH_LIBRARY, "the MPI library is MPICH Version [0-9.]+, but Open MPI's mpirun started this process"),
+            (MPICH, OPEN_MPI_LIBRARY, "the MPI library is Open MPI v[0-9.]+, but MPICH's mpiexec started this process"),
         ):
             with self.subTest(library=library):
                 output = self.expect([*launcher, "2", RANKS, "--mode", "make"], status=1, environment={"LOCKSTEP_MPI_LIBRARY": library})
-                self.assertRegex(output, told.replace("4.0.2", "[0-9.]+").replace("v4.1.4", "v[0-9.]+"))
+                self.assertRegex(output, told)
                 self.assertEqual(output.count("error: "), 2, output)  # each rank says so
 
     def test_there_is_no_library(self):

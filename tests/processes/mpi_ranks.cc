@@ -2,7 +2,6 @@
 // the tests below, which all ranks run together. Modes: see the end.
 #include <gtest/gtest.h>
 
-#include <csignal>
 #include <cstring>
 #include <iostream>
 #include <limits>
@@ -31,6 +30,13 @@ Group make() {
 const Group& group() {
   static const auto one = make();
   return one;
+}
+
+// A Group that all ranks have before one of them makes it fail.
+Group make_to_fail() {
+  auto made = make();
+  group().barrier(soon());
+  return made;
 }
 
 Deadline after(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
@@ -133,8 +139,7 @@ TEST(Mpi, CallsThatDifferAreRefusedOnAllRanks) {
 TEST(Mpi, AMessageOfAnotherLengthIsRefused) {
   if (group().size() == 1) return;
   for (const std::size_t received : {2, 4}) {
-    const auto ranks = make();
-    ranks.barrier(soon());
+    const auto ranks = make_to_fail();
     std::vector<float> values(5);
     if (ranks.rank() == 0) ranks.send(buffer_of(std::span(values).first(3)), 1, soon());
     if (ranks.rank() == 1) {
@@ -152,7 +157,7 @@ TEST(Mpi, ALateRankIsNamedAndANewGroupWorks) {
   if (group().size() == 1) return;
   constexpr float kOurs = 7;
   const int late = group().size() - 1;
-  const auto ranks = make();
+  const auto ranks = make_to_fail();
   const auto key = [](int rank) { return text("rank ", rank, " has given up"); };
   std::vector<float> values(1'000'000);
   if (ranks.rank() == late) {
@@ -182,8 +187,7 @@ TEST(Mpi, ALateRankIsNamedAndANewGroupWorks) {
 
 TEST(Mpi, AnAbortEndsTheCallsOfOtherRanks) {
   if (group().size() == 1) return;
-  const auto ranks = make();
-  ranks.barrier(soon());
+  const auto ranks = make_to_fail();
   if (ranks.rank() == 0) {
     ranks.abort("enough");
   } else {
@@ -199,7 +203,6 @@ TEST(Mpi, AnAbortEndsTheCallsOfOtherRanks) {
 // Rank 1 is killed in the middle of a call. The others say whom they lost, and go on in a Group of their own.
 int lose_a_rank() {
   constexpr int kVictim = 1;
-  std::signal(SIGUSR1, SIG_IGN);  // MPICH's mpiexec sends it to the others, by default of the system to end them
   const auto ranks = make();
   const bool is_victim = ranks.rank() == kVictim;
   const std::vector<Fault> faults{{.call = 2, .place = "mpi.started", .action = Fault::Action::kill}};

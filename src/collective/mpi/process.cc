@@ -1,7 +1,10 @@
 #include "collective/mpi/process.h"
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <future>
 #include <memory>
@@ -37,7 +40,7 @@ Lifetime& lifetime() {
 }
 
 // MPI_Finalize waits for the other processes, of which one may write a last checkpoint. If one of them ends badly,
-// mpirun ends this one. MPI cannot be finalised under a thread that is left in it.
+// mpirun ends this one. MPI is not finalised under a thread that is left in it.
 void end(int status, void* /*unused*/) {
   if (in_mpi > 0) return;
   auto& mine = lifetime();
@@ -47,7 +50,9 @@ void end(int status, void* /*unused*/) {
   mine.ends = true;
   mine.changed.notify_all();
   while (!mine.ended) {
-    if (mine.changed.wait_until(mine.mutex, until.time()) == std::cv_status::timeout) return;
+    if (mine.changed.wait_until(mine.mutex, until.time()) != std::cv_status::timeout) continue;
+    std::fflush(nullptr);
+    _exit(status);  // nothing else may end under MPI's thread
   }
 }
 
