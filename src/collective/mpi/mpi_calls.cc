@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 #include <vector>
 
 #include "kernels/reduce.h"
@@ -227,24 +228,27 @@ void start_round(Operation& operation, const Call& call, const Window& window, c
   }
 }
 
-void start_swap(Operation& operation, const ConstBuffer& input, const std::vector<Slice>& slices, std::byte* received,
-                const Ranks& ranks) {
+// Each rank begins with the next one, so that they do not all send to one rank.
+void start_swaps(Operation& operation, const std::vector<Swap>& swaps, const Ranks& ranks) {
   const auto& mpi = library();
-  const auto element = size_of(input.dtype);
-  const auto dtype = mpi.dtype(input.dtype);
-  const auto bytes = slices[static_cast<std::size_t>(ranks.rank)].count() * element;
-  const int mine = number(slices[static_cast<std::size_t>(ranks.rank)]);
   for (int distance = 1; distance < ranks.size; ++distance) {
     const int from = (ranks.rank + ranks.size - distance) % ranks.size;
-    auto* const place = operation.writes(received + static_cast<std::size_t>(from) * bytes, bytes);
-    operation.call("MPI_Irecv", mpi.MPI_Irecv, place, mine, dtype, from, kTag, ranks.comm);
-    operation.expect(from, mine, dtype);
+    const auto& received = swaps[static_cast<std::size_t>(from)].received;
+    if (received.count == 0) continue;
+    const int count = static_cast<int>(received.count);
+    auto* const place = operation.writes(bytes_of(received), received.bytes());
+    operation.call("MPI_Irecv", mpi.MPI_Irecv, place, count, mpi.dtype(received.dtype), from, kTag, ranks.comm);
+    operation.expect(from, count, mpi.dtype(received.dtype));
   }
+  const void* last = nullptr;  // what goes to several ranks is copied once
+  const std::byte* copy = nullptr;
   for (int distance = 1; distance < ranks.size; ++distance) {
     const int to = (ranks.rank + distance) % ranks.size;
-    const auto slice = slices[static_cast<std::size_t>(to)];
-    const auto* const sent = operation.reads(bytes_of(input) + slice.begin * element, slice.count() * element);
-    operation.call("MPI_Isend", mpi.MPI_Isend, sent, number(slice), dtype, to, kTag, ranks.comm);
+    const auto& sent = swaps[static_cast<std::size_t>(to)].sent;
+    if (sent.count == 0) continue;
+    if (std::exchange(last, sent.data) != sent.data) copy = operation.reads(bytes_of(sent), sent.bytes());
+    operation.call("MPI_Isend", mpi.MPI_Isend, copy, static_cast<int>(sent.count), mpi.dtype(sent.dtype), to, kTag,
+                   ranks.comm);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <span>
+#include <vector>
 
 #include "collective/calls.h"
 #include "collective/mpi/library.h"
@@ -35,10 +36,14 @@ Window window_from(std::size_t begin, std::size_t longest, const Call& call, int
 // does not know.
 void start_round(Operation& operation, const Call& call, const Window& window, const Ranks& ranks);
 
-// Starts sending slices[r] of the input to each other rank r, and receiving theirs for this rank: rank r's to received
-// + r * bytes of a slice.
-void start_swap(Operation& operation, const ConstBuffer& input, const std::vector<Slice>& slices, std::byte* received,
-                const Ranks& ranks);
+// What goes to a rank, and what comes from it; empty: no message.
+struct Swap {
+  ConstBuffer sent;
+  Buffer received;
+};
+
+// Starts messages with all ranks, [rank]; this rank's own is empty.
+void start_swaps(Operation& operation, const std::vector<Swap>& swaps, const Ranks& ranks);
 
 // Starts sends and receives side by side.
 void start_messages(Operation& operation, std::span<const Call> calls, const Ranks& ranks);

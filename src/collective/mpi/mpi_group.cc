@@ -176,41 +176,51 @@ class MpiGroup final : public Wrapper {
     }
   }
 
-  // Part of a reduce or an all_reduce: each rank reduces a slice, and the slices are gathered.
+  // Part of a reduce or an all_reduce: each rank reduces a slice, and sends it to the ranks that want it.
   void reduce_segment(const Call& call, const Slice& segment, Deadline deadline) {
     const auto dtype = call.input.dtype;
     const auto at = segment.begin * size_of(dtype);
+    const auto wants = [&](int r) { return call.kind == Kind::all_reduce || r == call.peer; };
     std::vector<Slice> slices;
-    Counts counts;
-    for (int r = 0; r < size(); ++r) {
-      slices.push_back(even_slice(segment.count(), dtype, r, size()));
-      counts.push_back(slices.back().count());
-    }
+    for (int r = 0; r < size(); ++r) slices.push_back(even_slice(segment.count(), dtype, r, size()));
     const auto mine = slices[static_cast<std::size_t>(rank())];
+    auto* const output = wants(rank()) ? bytes_of(call.output) + at : nullptr;
+    const auto memory = output == nullptr ? blocks_.allocate(mine.count() * size_of(dtype)) : nullptr;
+    auto* const result = output == nullptr ? memory.get() : output + mine.begin * size_of(dtype);
     auto part = call;
     part.input = {bytes_of(call.input) + at, segment.count(), dtype};
-    const bool to_all = call.kind == Kind::all_reduce;
-    const Buffer output{to_all || rank() == call.peer ? bytes_of(call.output) + at : nullptr, segment.count(), dtype};
-    const auto memory = to_all ? nullptr : private_memory(mine.count() * size_of(dtype));
-    auto* const result = to_all ? bytes_of(output) + mine.begin * size_of(dtype) : memory.get();
     reduce_slices(part, slices, result, deadline);
-    const auto gather = to_all ? Call::all_gather({result, mine.count(), dtype}, output, counts)
-                               : Call::gather({result, mine.count(), dtype}, output, call.peer, counts);
-    run_rounds(gather, mpi::longest_share(gather, size()), deadline);
+    swap(call.kind, deadline, [&](int r, mpi::Swap& with) {
+      const auto theirs = slices[static_cast<std::size_t>(r)];
+      if (wants(r)) with.sent = {result, mine.count(), dtype};
+      if (output != nullptr) with.received = {output + theirs.begin * size_of(dtype), theirs.count(), dtype};
+    });
   }
 
   // result <- this rank's slice of the reduction of call.input. Slices of two ranks may overlap.
   void reduce_slices(const Call& call, const std::vector<Slice>& slices, void* result, Deadline deadline) {
+    const auto dtype = call.input.dtype;
     const auto mine = slices[static_cast<std::size_t>(rank())];
-    const auto element = size_of(call.input.dtype);
-    auto* const all = scratch(mine.count() * element * slices.size());
-    run_operation(call.kind, others_, deadline,
-                  [&](auto& operation) { mpi::start_swap(operation, call.input, slices, all, ranks()); });
-    inputs_.clear();
-    for (std::size_t r = 0; r < slices.size(); ++r) inputs_.push_back(all + r * mine.count() * element);
-    inputs_[static_cast<std::size_t>(rank())] = bytes_of(call.input) + mine.begin * element;
+    const auto bytes = mine.count() * size_of(dtype);
+    auto* const all = scratch(bytes * slices.size());
+    inputs_.assign(slices.size(), bytes_of(call.input) + mine.begin * size_of(dtype));
+    swap(call.kind, deadline, [&](int r, mpi::Swap& with) {
+      const auto theirs = slices[static_cast<std::size_t>(r)];
+      auto* const place = all + static_cast<std::size_t>(r) * bytes;
+      inputs_[static_cast<std::size_t>(r)] = place;
+      with.sent = {bytes_of(call.input) + theirs.begin * size_of(dtype), theirs.count(), dtype};
+      with.received = {place, mine.count(), dtype};
+    });
     void* const outputs[] = {result};
-    kernels::reduce(call.op, call.input.dtype, inputs_, outputs, mine.count());
+    kernels::reduce(call.op, dtype, inputs_, outputs, mine.count());
+  }
+
+  // fill(r, with) says what this rank swaps with rank r.
+  template <class Fill>
+  void swap(Kind kind, Deadline deadline, const Fill& fill) {
+    swaps_.assign(static_cast<std::size_t>(size()), {});
+    for (const int r : others_) fill(r, swaps_[static_cast<std::size_t>(r)]);
+    run_operation(kind, others_, deadline, [&](auto& operation) { mpi::start_swaps(operation, swaps_, ranks()); });
   }
 
   std::byte* scratch(std::size_t bytes) {
@@ -231,6 +241,7 @@ class MpiGroup final : public Wrapper {
   Memory scratch_;  // what other ranks have sent for a reduction
   std::size_t scratch_bytes_ = 0;
   std::vector<const void*> inputs_;
+  std::vector<mpi::Swap> swaps_;
 };
 
 }  // namespace
