@@ -63,7 +63,7 @@ using Reducer = void(void* in, void* in_and_out, int* count, void* dtype);
   each(MPI_Isend, int(const void* from, int count, Handle dtype, int to, int tag, Handle comm, Handle* request));     \
   each(MPI_Irecv, int(void* to, int count, Handle dtype, int from, int tag, Handle comm, Handle* request))
 
-// What mpi.h would define.
+// Values that mpi.h would define.
 struct Constants {
   Handle world = 0, errors_return = 0;
   void* in_place = nullptr;

@@ -36,7 +36,7 @@ Window window_from(std::size_t begin, std::size_t longest, const Call& call, int
 // does not know.
 void start_round(Operation& operation, const Call& call, const Window& window, const Ranks& ranks);
 
-// What goes to a rank, and what comes from it; empty: no message.
+// The buffers that go to a rank and come from it; empty: no message.
 struct Swap {
   ConstBuffer sent;
   Buffer received;

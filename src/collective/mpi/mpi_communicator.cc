@@ -14,7 +14,7 @@ namespace {
 // MPI tells groups that are made at the same time from each other by a tag. The first member chooses it.
 constexpr int kTags = 1 << 14;
 
-// What a member tells the others: its MPI rank and the tag, or why it has none.
+// A member tells the others its MPI rank and the tag, or why it has none.
 struct Member {
   int rank = -1, tag = 0;
   std::string problem;

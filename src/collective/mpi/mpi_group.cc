@@ -102,7 +102,8 @@ class MpiGroup final : public Wrapper {
     }
   }
 
-  // What MPI has begun is left alone where anything fails. The control plane knows of failures that it found itself.
+  // Where anything fails, the calls that MPI has begun are left alone. The control plane knows the failures that it
+  // found itself.
   template <class Start>
   void run_operation(Kind kind, std::span<const int> late, Deadline deadline, const Start& start) {
     try {

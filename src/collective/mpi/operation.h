@@ -53,7 +53,7 @@ class Operation {
   std::byte* writes(std::byte* data, std::size_t bytes);
   std::byte* updates(std::byte* data, std::size_t bytes);
 
-  // The same for slices of a buffer, in order. `packed`: MPI wants them one after the other.
+  // As these, for slices of a buffer, in order. `packed`: MPI wants them one after the other.
   const Parts& reads(const ConstBuffer& buffer, const std::vector<Slice>& slices, bool packed, bool copy);
   const Parts& writes(const Buffer& buffer, const std::vector<Slice>& slices);
 
