@@ -45,19 +45,6 @@ Handle op_for(ReduceOp op, DType dtype) {
   return library().constants.ops.at(static_cast<std::size_t>(op));
 }
 
-// The parts of the ranks' shares that are in the window, as slices of the buffer that has all shares.
-std::vector<Slice> slices_in(const Window& window, const Counts& counts, std::size_t each, int size) {
-  std::vector<Slice> slices;
-  std::size_t begin = 0;
-  for (std::size_t r = 0; r < static_cast<std::size_t>(size); ++r) {
-    const auto end = begin + (counts.empty() ? each : counts[r]);
-    const auto from = std::min(begin + window.begin, end);
-    slices.push_back({from, std::min(from + window.count, end)});
-    begin = end;
-  }
-  return slices;
-}
-
 Slice slice_in(const Window& window, std::size_t count) {
   const auto from = std::min(window.begin, count);
   return {from, std::min(from + window.count, count)};
@@ -198,6 +185,18 @@ std::size_t longest_share(const Call& call, int size) {
     case Kind::all_to_all: return call.input.count / ranks;
     default: return call.input.count;
   }
+}
+
+std::vector<Slice> slices_in(const Window& window, const Counts& counts, std::size_t each, int size) {
+  std::vector<Slice> slices;
+  std::size_t begin = 0;
+  for (std::size_t r = 0; r < static_cast<std::size_t>(size); ++r) {
+    const auto end = begin + (counts.empty() ? each : counts[r]);
+    const auto from = std::min(begin + window.begin, end);
+    slices.push_back({from, std::min(from + window.count, end)});
+    begin = end;
+  }
+  return slices;
 }
 
 std::size_t bytes_per_round(Kind kind, int size) {

@@ -32,6 +32,10 @@ std::size_t bytes_per_round(Call::Kind kind, int size);
 // The window of the round from `begin` on, for a longest share of `longest`.
 Window window_from(std::size_t begin, std::size_t longest, const Call& call, int size);
 
+// The parts of the ranks' shares that are in the window, as slices of the buffer that has all shares. `each`: of every
+// rank where there are no counts.
+std::vector<Slice> slices_in(const Window& window, const Counts& counts, std::size_t each, int size);
+
 // Starts the part of a collective call that is in the window. mean adds. Not for reductions of 16-bit floats, which MPI
 // does not know.
 void start_round(Operation& operation, const Call& call, const Window& window, const Ranks& ranks);

@@ -163,17 +163,24 @@ class MpiGroup final : public Wrapper {
 
   void reduce(const Call& call, Deadline deadline) {
     const auto count = call.input.count, ranks = static_cast<std::size_t>(size());
-    if (call.kind == Kind::reduce_scatter) {
-      std::vector<Slice> slices;
-      for (int r = 0; r < size(); ++r) slices.push_back(share_of(call.counts, call.output.count, r));
-      return reduce_slices(call, slices, call.output.data, deadline);
-    }
+    if (call.kind == Kind::reduce_scatter) return reduce_shares(call, deadline);
     if (call.kind == Kind::all_reduce && call.input.bytes() * others_.size() <= kAtOnceBytes) {
       return reduce_slices(call, std::vector<Slice>(ranks, {0, count}), call.output.data, deadline);
     }
     const auto step = mpi::bytes_per_round(Kind::all_reduce, size()) / size_of(call.input.dtype);
     for (std::size_t begin = 0; begin < count; begin += step) {
       reduce_segment(call, {begin, std::min(begin + step, count)}, deadline);
+    }
+  }
+
+  void reduce_shares(const Call& call, Deadline deadline) {
+    const auto longest = mpi::longest_share(call, size());
+    mpi::Window window;
+    for (std::size_t begin = 0; begin < longest; begin += window.count) {
+      window = mpi::window_from(begin, longest, call, size());
+      const auto at = std::min(begin, call.output.count) * size_of(call.output.dtype);
+      reduce_slices(call, mpi::slices_in(window, call.counts, call.output.count, size()), bytes_of(call.output) + at,
+                    deadline);
     }
   }
 
@@ -186,8 +193,9 @@ class MpiGroup final : public Wrapper {
     for (int r = 0; r < size(); ++r) slices.push_back(even_slice(segment.count(), dtype, r, size()));
     const auto mine = slices[static_cast<std::size_t>(rank())];
     auto* const output = wants(rank()) ? bytes_of(call.output) + at : nullptr;
-    const auto memory = output == nullptr ? blocks_.allocate(mine.count() * size_of(dtype)) : nullptr;
-    auto* const result = output == nullptr ? memory.get() : output + mine.begin * size_of(dtype);
+    const auto bytes = mine.count() * size_of(dtype);
+    auto* const spare = scratch(bytes * (slices.size() + 1)) + bytes * slices.size();  // after what reduce_slices uses
+    auto* const result = output == nullptr ? spare : output + mine.begin * size_of(dtype);
     auto part = call;
     part.input = {bytes_of(call.input) + at, segment.count(), dtype};
     reduce_slices(part, slices, result, deadline);
