@@ -24,6 +24,10 @@ def mpi(*options, ranks=2):
     return Program((("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), *options, str(ROOT / ".peers/mpi/all_reduce")),))
 
 
+def ours_by_mpi(*options, ranks=2):
+    return Program((("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), LOCKSTEP, "bench", "collectives", "--backend", "mpi", *options),))
+
+
 def torchrun(script, *options):
     return Program(((str(PYTORCH / "torchrun"), "--nproc-per-node", "2", str(ROOT / "benchmarks/peers" / script), *options),))
 
@@ -90,6 +94,10 @@ def rows():
         yield row("tcp, 2 processes", "gloo", tcp, gloo, size, target)
     for size, target in ((4, 0.5), (4096, 0.5), (CNN, 1), (MIB16, 1), (MIB64, 1)):
         yield row("tcp, 2 processes", "Open MPI over TCP", tcp, over_tcp, size, target)
+    for size, target in ((4, 0.25), (4096, 0.35), (65536, 0.95), (CNN, 0.95), (MIB16, 0.95), (MIB64, 0.95)):
+        yield row("mpi, 2 processes", "Open MPI, its own all-reduce", ours_by_mpi(), memory, size, target)
+        any_target = 0.65 if size in (65536, CNN) else target  # with copies
+        yield row("mpi, any buffer", "Open MPI, its own all-reduce", ours_by_mpi("--any-buffer"), memory, size, any_target)
     shm4, memory4 = ours("shm", ranks=4), mpi(ranks=4)
     for size in NAMES:
         yield row("shm, 4 ranks on 2 cores", "Open MPI, 4 ranks", shm4, memory4, size, 1)

@@ -14,6 +14,7 @@
 
 #include "base/process.h"
 #include "base/text.h"
+#include "lockstep/elastic/job.h"
 
 extern char** environ;
 
@@ -271,9 +272,23 @@ int run_processes(const BenchOptions& options) {
   return status;
 }
 
+// Ranks of MPI are processes of its launcher.
+int run_launched(const Job& job, const BenchOptions& options, std::ostream& out) {
+  const auto group = job.group(options.group);
+  return run_rank(group, options, group.rank() == 0 ? &out : nullptr) ? 0 : 1;
+}
+
 }  // namespace
 
 int bench_collectives(BenchOptions options, std::ostream& out) {
+  std::optional<Job> job;
+  if (options.group.backend == "mpi" && !options.world) {
+    job = Job::from_environment();
+    options.ranks = job->size();
+    if (options.ranks == 1) {
+      throw InvalidArgument("the backend \"mpi\" needs ranks: mpirun -np 2 lockstep bench collectives --backend mpi");
+    }
+  }
   if (options.ranks < 1) throw InvalidArgument(text("--ranks is ", options.ranks, "; it must be at least 1"));
   if (!(options.seconds > 0 && options.seconds <= kMostSeconds)) {
     throw InvalidArgument(
@@ -291,6 +306,7 @@ int bench_collectives(BenchOptions options, std::ostream& out) {
     for (const std::size_t size : {4, 4096, 65536, 1388584, 16 << 20, 64 << 20})
       options.sizes.push_back(std::max(size, least));
   }
+  if (job) return run_launched(*job, options, out);
   if (options.group.backend == "threads") return run_threads(options, out);
   if (!options.world) return run_processes(options);
   const auto store = options.hold_store ? Store::hold(options.store) : Store::connect(options.store, in_a_minute());

@@ -17,10 +17,10 @@ namespace {
 struct BenchArguments {
   explicit BenchArguments(CLI::App& app) {
     app.add_option("operation", options.operation, "all_reduce, broadcast, all_gather, ... (all_reduce)");
-    app.add_option("--backend", options.group.backend, "threads, shm, tcp, ucx, hierarchical or auto (auto)");
+    app.add_option("--backend", options.group.backend, "threads, shm, tcp, ucx, hierarchical, mpi or auto (auto)");
     app.add_option("--implementation", implementation,
                    "auto, ring, halving_doubling, tree, pairwise, reduction_to_one_device");
-    app.add_option("--ranks", options.ranks, "how many ranks (2)");
+    app.add_option("--ranks", options.ranks, "how many ranks (2); mpi: as many as its launcher has started");
     app.add_option("--sizes", options.sizes, "bytes, separated by commas")->delimiter(',');
     app.add_option("--dtype", options.dtype, "float32, float64, int32, int64 or uint8 (float32)");
     app.add_option("--seconds", options.seconds, "about how long each size is measured (0.5)");

@@ -1,5 +1,6 @@
 #include "cluster/resolvers.h"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -112,7 +113,17 @@ Mutex manager_mutex;
 FileDescriptor manager LOCKSTEP_GUARDED_BY(manager_mutex);  // not open before the first call
 std::optional<std::string> shared LOCKSTEP_GUARDED_BY(manager_mutex);
 
+// An MPI library in this process, the program's or ours, speaks to the process manager too, and says goodbye last.
+bool mpi_is_initialized() {
+  using Initialized = int(int* flag);
+  const auto initialized = reinterpret_cast<Initialized*>(dlsym(RTLD_DEFAULT, "MPI_Initialized"));
+  int flag = 0;
+  if (initialized != nullptr) initialized(&flag);
+  return flag != 0;
+}
+
 void say_goodbye() {
+  if (mpi_is_initialized()) return;
   try {
     MutexLock lock(manager_mutex);
     ask(manager, "finalize", "finalize_ack", Deadline::after(std::chrono::seconds(1)));

@@ -31,6 +31,11 @@ std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, c
                                                    const Place& place, const GroupOptions& options,
                                                    transport::SpinThenBlock spin, Deadline deadline);
 
+// The site's MPI library. Ranks are processes that an mpirun started. `spin`: as above, of the TCP beside MPI.
+std::shared_ptr<GroupBackend> make_mpi_backend(cluster::Bootstrap& members, const Place& place,
+                                               const GroupOptions& options, transport::SpinThenBlock spin,
+                                               Deadline deadline);
+
 // Shared memory among the ranks of each host, and options.network among all ranks. `hosts[r]`: the name of rank r's
 // host.
 std::shared_ptr<GroupBackend> make_hierarchical_backend(cluster::Bootstrap& members, const Place& place,

@@ -72,7 +72,7 @@ void require_good(const World& world, const Access& access, const GroupOptions& 
   if (options.network != "tcp" && options.network != "ucx") {
     throw InvalidArgument(text("make_group: there is no network \"", options.network, "\"; there are tcp and ucx"));
   }
-  const auto backends = {"auto", "shm", "tcp", "ucx", "hierarchical"};
+  const auto backends = {"auto", "shm", "tcp", "ucx", "hierarchical", "mpi"};
   if (std::find(backends.begin(), backends.end(), options.backend) == backends.end()) {
     throw InvalidArgument(
         text("make_group: there is no backend \"", options.backend, "\"; there are ", join(backends)));
@@ -139,10 +139,11 @@ std::shared_ptr<GroupBackend> make_backend(cluster::Bootstrap& members, collecti
     }
   }
   if (backend == "shm") return collective::make_shm_backend(members, place, options, deadline);
+  const auto spin = collective::spin_at_sockets(on_my_host, place.cores);
   if (backend == "tcp" || backend == "ucx") {
-    return collective::make_network_backend(backend, members, place, options,
-                                            collective::spin_at_sockets(on_my_host, place.cores), deadline);
+    return collective::make_network_backend(backend, members, place, options, spin, deadline);
   }
+  if (backend == "mpi") return collective::make_mpi_backend(members, place, options, spin, deadline);
   return collective::make_hierarchical_backend(members, place, hosts, options, deadline);
 }
 

@@ -308,8 +308,8 @@ INSTANTIATE_TEST_SUITE_P(Backends, AnyBackend, testing::ValuesIn(backends()));
 TEST(World, BadWorldsAndBackendsAreNamed) {
   const auto store = Store::hold("127.0.0.1:0");
   expect_says(message_of<InvalidArgument>([&] { make_group({.rank = 2, .size = 2}, store); }), "rank 2 of 2");
-  expect_says(message_of<InvalidArgument>([&] { make_group({}, store, {.backend = "mpi"}); }),
-              "there is no backend \"mpi\"");
+  expect_says(message_of<InvalidArgument>([&] { make_group({}, store, {.backend = "gloo"}); }),
+              "there is no backend \"gloo\"");
   expect_says(message_of<InvalidArgument>([&] { make_group({}, store, {.network = "infiniband"}); }),
               "there is no network \"infiniband\"; there are tcp and ucx");
   expect_says(message_of<InvalidArgument>([&] { make_group({}, store, {.timeout_seconds = -1}); }),

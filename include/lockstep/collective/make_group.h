@@ -33,6 +33,8 @@ struct GroupOptions {
   // "shm": all ranks share a host; "tcp" and "ucx": any hosts; "hierarchical": shared memory inside hosts and `network`
   // between them. "auto": shm where all share a host, `network` where none do, else hierarchical. "auto" is `network`,
   // with a warning, where a limit of some rank's process leaves no room for shared memory.
+  // "mpi": the site's own MPI library, for ranks that are processes of one mpirun (docs/launchers/mpi.md). The library
+  // is the launcher's, or LOCKSTEP_MPI_LIBRARY. Memory of `allocate` is moved in place, other memory through copies.
   std::string backend = "auto";
 
   // "tcp": sockets, the fastest over Ethernet; "ucx": UCX, for RDMA. UCX's own UCX_* variables apply; loading it with a
