@@ -79,7 +79,8 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
         gradient::ElasticRanks{.is_newcomer = topology().is_newcomer(), .hosts = [this] { return workers_.hosts(); }});
   }
   if (parameters->placement() == gradient::Placement::device && replicas_.count() > 1) {
-    options.replicas.emplace(replicas_.gradient_ranks(), [this](const auto& function) { replicas_.run(function); });
+    options.replicas = gradient::ReplicaRanks{.of = replicas_.gradient_ranks(),
+                                              .on_replicas = [this](const auto& function) { replicas_.run(function); }};
   }
   return kind().make_gradient_path(*this, optimizer, std::move(parameters), std::move(options));
 }
