@@ -68,9 +68,9 @@ struct LossScaleOptions {
 // checkpoints are each process's own. All processes give the same options.
 struct GradientRanks {
   Communicator ranks;
-  bool sum = false;                          // update by the processes' sum, instead of their mean
-  // DType::float16, DType::bfloat16, or DType::int8 (blocks of 256 with a scale, and error feedback): what float gradients
-  // are sent as.
+  bool sum = false;  // update by the processes' sum, instead of their mean
+  // DType::float16, DType::bfloat16, or DType::int8 (blocks of 256 with a scale, and error feedback): what float
+  // gradients are sent as.
   std::optional<DType> gradient_dtype = {};
 
   // True: each process trains on data of its own, as Horovod's programs do, and one whose data end sooner goes on

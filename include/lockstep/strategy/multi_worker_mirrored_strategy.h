@@ -23,8 +23,8 @@ struct CommunicationOptions {
   std::optional<double> bucket_cap_mb = {};  // gradients are sent in pieces of this size while backward goes on; empty:
                                              // a sixteenth of them, 1 to 25
   double first_bucket_mb = 1;                // the first, which is ready first
-  // DType::float16, DType::bfloat16, or DType::int8 (blocks of 256 with a scale, and error feedback): what float gradients
-  // are sent as.
+  // DType::float16, DType::bfloat16, or DType::int8 (blocks of 256 with a scale, and error feedback): what float
+  // gradients are sent as.
   std::optional<DType> gradient_dtype = {};
 
   // How long workers wait for each other in one call: to reduce a gradient, to agree, to make copies equal. A replica
