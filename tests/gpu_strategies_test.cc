@@ -21,9 +21,9 @@ namespace {
 constexpr double kLargestError = 1e-9;
 constexpr int kLoopSteps = 9, kExamples = 7;
 
-torch::nn::Sequential make_net() {
+torch::nn::Sequential make_net(at::ScalarType dtype) {
   torch::nn::Sequential net(torch::nn::Linear(4, 8), torch::nn::Linear(8, 8), torch::nn::Linear(8, 1));
-  net->to(at::kDouble);
+  net->to(dtype);
   const at::NoGradGuard no_grad;
   auto generator = at::detail::createCPUGenerator(5);
   for (auto& parameter : net->parameters()) parameter.copy_(at::randn(parameter.sizes(), generator, at::kDouble) * 0.4);
@@ -38,17 +38,18 @@ Tensor examples(int step) {
 // A program's own loop: replica r of n takes rows r, r + n, ...
 class Loop {
  public:
-  Loop(Strategy strategy, const Optimizer& optimizer)
+  Loop(Strategy strategy, const Optimizer& optimizer, at::ScalarType dtype = at::kDouble)
       : strategy_(std::move(strategy)),
-        net_(strategy_.replicate(make_net)),
+        net_(strategy_.replicate([dtype] { return make_net(dtype); })),
         optimizer_(strategy_.optimizer(optimizer, net_)) {}
 
-  // `factor`: of replica 0's loss. `fails`: replica 0 throws instead, while the others compute.
-  void step(const Tensor& x, double factor = 1, bool fails = false) {
+  // `factor`: of replica 0's loss. `fails`: replica 0 throws instead, while the others compute. `catches`: each
+  // backward fails when it has most gradients, and the step function catches that.
+  void step(const Tensor& x, double factor = 1, bool fails = false, bool catches = false) {
     const int parts = strategy_.num_replicas_in_sync();
     std::vector<Tensor> mine;  // on their devices before anything is counted
     for (std::size_t replica = 0; replica < strategy_.devices().size(); ++replica) {
-      const auto& name = strategy_.devices()[replica];
+      const auto name = strategy_.devices()[replica];
       const auto rows = at::arange(first_ + static_cast<int>(replica), x.size(0), parts);
       mine.push_back(x.index_select(0, rows).to(at::Device(name.starts_with("cuda") ? name : "cpu")));
     }
@@ -59,7 +60,11 @@ class Loop {
           const auto& part = mine[static_cast<std::size_t>(replica.local_replica_id())];
           const auto target = part.sum(1, true).sin();
           const auto loss = (net->forward(part) - target).square().sum() * (is_first ? factor : 1);
-          optimizer_.minimize(replica, loss, static_cast<double>(part.size(0)));
+          if (!catches) return optimizer_.minimize(replica, loss, static_cast<double>(part.size(0)));
+          auto first = net->parameters()[0];
+          const auto hook = first.register_hook([](const Tensor&) -> Tensor { throw InvalidArgument("as asked for"); });
+          EXPECT_ANY_THROW(optimizer_.minimize(replica, loss, 1));
+          first.remove_hook(hook);
         },
         net_);
   }
@@ -150,6 +155,14 @@ TEST_P(GpuStrategies, AStepThatFailsOnOneReplicaChangesNothingAndTrainingGoesOn)
     EXPECT_TRUE(at::equal(loop.values(replica), undisturbed.values()));
 }
 
+TEST_P(GpuStrategies, AStepWhoseExceptionIsCaughtInsideIsToldAtTheNext) {
+  Loop loop(mirrored(), Adam());
+  loop.step(examples(0));
+  loop.step(examples(1), 1, /*fails=*/false, /*catches=*/true);
+  expect_says(message_of([&] { loop.step(examples(2)); }), "a step broke off on this replica");
+  loop.step(examples(3));
+}
+
 TEST_P(GpuStrategies, GradientsThatAreNotFiniteChangeNothingButTheScale) {
   Loop loop(mirrored(), LossScaleOptimizer(Adam(), {.initial_scale = 64}));
   loop.step(examples(0));
@@ -203,7 +216,8 @@ TEST_P(GpuStrategies, WorkersTrainAsOneCpu) {
   for (const bool sharded : {false, true}) {
     expect_no_errors(run_workers({.workers = 2,
                                   .replicas = GetParam(),
-                                  .communication = {.implementation = CommunicationImplementation::nccl},
+                                  .communication = {.implementation = sharded ? CommunicationImplementation::automatic
+                                                                              : CommunicationImplementation::nccl},
                                   .shard_optimizer_state = sharded},
                                  [&](const auto& strategy) {
                                    Loop loop(strategy, optimizer);
@@ -216,6 +230,26 @@ TEST_P(GpuStrategies, WorkersTrainAsOneCpu) {
                                  }));
   }
   EXPECT_GT(simulated_nccl_calls(), calls);
+}
+
+// float32, whose gradients are sent in 8 bits from GPU to GPU; and workers that train apart, in host memory.
+TEST_P(GpuStrategies, WorkersOverSlowLinksEndUpNearOneCpu) {
+  const auto train = [&](std::optional<DType> dtype, std::optional<DiLoCoOptions> diloco) {
+    Collected<Tensor> values;
+    expect_no_errors(run_workers(
+        {.workers = 2, .replicas = GetParam(), .communication = {.gradient_dtype = dtype}, .diloco = diloco},
+        [&](const auto& strategy) {
+          Loop loop(strategy, SGD({.learning_rate = 0.02}), at::kFloat);
+          loop.take_rows_from(strategy.worker_rank() * GetParam());
+          for (int step = 0; step < kLoopSteps; ++step) loop.step(examples(step).to(at::kFloat));
+          values.add(strategy, loop.values());
+        }));
+    EXPECT_TRUE(at::equal(values.values().at(1), values.chiefs()));
+    return values.chiefs();
+  };
+  const auto exact = train({}, {});
+  EXPECT_LT((train(DType::int8, {}) - exact).abs().max().item<double>(), 1e-2);
+  EXPECT_LT((train({}, local_sgd(1)) - exact).abs().max().item<double>(), 1e-1);
 }
 
 INSTANTIATE_TEST_SUITE_P(Replicas, GpuStrategies, testing::Values(2, 3));

@@ -329,7 +329,7 @@ TEST(HorovodFit, WhatGoesWrongIsNamed) {
   const auto initial = (fresh_folder("horovod_fit", "wrong") / "initial").string();
   alone(1, adam(), initial);
   on_ranks(2, [&](int rank) {
-    expect_says(message_of([] { hvd::DistributedOptimizer(adam(), {.op = hvd::Min}); }), "op is min");
+    expect_says(message_of([] { hvd::DistributedOptimizer(adam(), {.op = hvd::Min}); }), "op is Min");
     const hvd::BroadcastGlobalVariablesCallback broadcast;
     const auto optimizer = hvd::DistributedOptimizer(Adam({.learning_rate = rank == 0 ? 0.1 : 0.2}));
     expect_says(message_of([&] {

@@ -1,4 +1,6 @@
 // Workers that train by themselves and meet seldom (DiLoCo), in fit: against a plain loop over as many models.
+#include <torch/nn/modules/linear.h>
+
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
@@ -53,6 +55,7 @@ class PlainGroups {
       if (++steps_ % options_.steps == 0) meet();
     }
     if (steps_ % options_.steps != 0) meet();
+    steps_ = 0;
   }
 
   const std::vector<Tensor>& values() const { return anchors_; }
@@ -168,6 +171,120 @@ TEST(WorkersApart, LoadedWeightsAreKept) {
   }));
 }
 
+TEST(WorkersApart, ModelsAndDataThatDifferAreRefused) {
+  const WorkerOptions apart{.workers = 2, .diloco = DiLoCoOptions{.steps = 4}};
+  for (const auto& error : run_workers(apart, [](const auto& strategy) {
+         strategy.replicate([&] { return torch::nn::Linear(3, 2 + strategy.worker_rank()); });
+       })) {
+    expect_says(error, "models differ");
+  }
+  const auto train = [](const MultiWorkerMirroredStrategy& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, adam());
+    const auto other = [by = strategy.worker_rank()](Example example) {
+      if (example.x.size(0) < kBatchOfAll) example.x = example.x + by;  // the last batch
+      return example;
+    };
+    model.fit(examples_of_all().map(other), {.epochs = 2, .verbose = 0});
+  };
+  for (const auto& error : run_workers(apart, train, /*compare_copies_every=*/2)) EXPECT_NE(error, "");
+}
+
+TEST(WorkersApart, WhatNeedsEqualValuesIsRefusedBetweenMeetings) {
+  const auto errors = run_workers({.workers = 2, .diloco = DiLoCoOptions{.steps = 3}}, [](const auto& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, adam());
+    model.train_on_batch(*examples_of_all().iterate().next());
+    expect_says(message_of<InvalidArgument>([&] { model.predict(examples_of_all()); }), "differ from rank to rank");
+    model.optimizer().meet();
+    model.evaluate(examples_of_all());
+    model.train_on_batch(*examples_of_all().iterate().next());
+    model.evaluate(examples_of_all());
+  });
+  for (const auto& error : errors) expect_says(error, "differ from rank to rank");
+}
+
+TEST(WorkersApart, FrozenParametersStay) {
+  expect_no_errors(run_workers({.workers = 2, .diloco = DiLoCoOptions{.steps = 2}}, [](const auto& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, adam());
+    model.fit(examples_of_all(), {.verbose = 0});
+    auto module = model.template module<torch::nn::Module>();
+    module->parameters()[0].set_requires_grad(false);
+    const auto before = weights_of(model);
+    model.fit(examples_of_all(), {.verbose = 0});
+    EXPECT_TRUE(at::equal(weights_of(model)[0], before[0]));
+    EXPECT_FALSE(at::equal(weights_of(model)[1], before[1]));
+  }));
+}
+
+// Another worker waits in a meeting, or in its group's exchange.
+TEST(WorkersApart, AWorkerThatFailsIsHeardAtOnce) {
+  for (const int per_group : {1, 2}) {
+    const auto start = std::chrono::steady_clock::now();
+    const auto errors = run_workers({.workers = 4, .diloco = DiLoCoOptions{.steps = 2}, .workers_per_group = per_group},
+                                    [](const auto& strategy) {
+                                      const auto scope = strategy.scope();
+                                      auto model = make_model(at::kDouble, adam());
+                                      for (int step = 0; step < 4; ++step) {
+                                        if (step == 3 && strategy.worker_rank() == 1)
+                                          throw InvalidArgument("as asked for");
+                                        model.train_on_batch(*examples_of_all().iterate().next());
+                                      }
+                                    });
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+    for (const auto& error : errors) EXPECT_NE(error, "");
+  }
+}
+
+TEST(WorkersApart, BackupsBetweenEpochs) {
+  const auto folder = fresh_folder("workers_apart", "backups");
+  expect_no_errors(run_workers({.workers = 2, .diloco = DiLoCoOptions{.steps = 2}}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, adam());
+    model.fit(examples_of_all().take(3),
+              {.epochs = 4,
+               .verbose = 0,
+               .callbacks = {
+                   BackupAndRestore((folder / std::to_string(strategy.worker_rank())).string(), {.save_freq = 2})}});
+  }));
+}
+
+// The outer step is not left out where a worker is alone.
+TEST(WorkersApart, OneWorkerMakesTheOuterStepToo) {
+  std::vector<Tensor> one, two;
+  const auto initial = saved_initial();
+  for (const int workers : {1, 2}) {
+    expect_no_errors(run_workers({.workers = workers, .diloco = DiLoCoOptions{.steps = 2}}, [&](const auto& strategy) {
+      const auto scope = strategy.scope();
+      auto model = make_model(at::kDouble, adam());
+      model.load_weights(initial);
+      for (int step = 0; step < 4; ++step) {
+        const auto x = at::arange(12, at::kDouble).view({2, 6}).sin(), y = at::ones({2}, at::kLong);
+        model.train_on_batch({at::cat(std::vector(static_cast<std::size_t>(workers), x)),
+                              at::cat(std::vector(static_cast<std::size_t>(workers), y))});
+      }
+      if (strategy.is_chief()) (workers == 1 ? one : two) = weights_of(model);
+    }));
+  }
+  EXPECT_LT(largest_difference(one, two), 1e-9);
+}
+
+TEST(WorkersApart, AnEarlierOptimizerOfTheModelIsRefused) {
+  const auto errors = run_workers({.workers = 2, .diloco = DiLoCoOptions{.steps = 4}}, [](const auto& strategy) {
+    auto net = strategy.replicate([] { return torch::nn::Linear(3, 1); });
+    const auto first = strategy.optimizer(adam(), net), second = strategy.optimizer(adam(), net);
+    for (const auto& optimizer : {second, first}) {
+      strategy.run(
+          [&](ReplicaContext& replica, torch::nn::Linear& own) {
+            optimizer.minimize(replica, own(at::ones({2, 3})).sum(), 2);
+          },
+          net);
+    }
+  });
+  for (const auto& error : errors) expect_says(error, "another optimizer was made for this model later");
+}
+
 TEST(WorkersApart, OptionsThatDoNotGoTogetherAreRefused) {
   const auto says = [](const WorkerOptions& options) { return run_workers(options, [](const auto&) {})[0]; };
   const auto diloco = DiLoCoOptions{.steps = 4};
@@ -176,6 +293,9 @@ TEST(WorkersApart, OptionsThatDoNotGoTogetherAreRefused) {
   expect_says(says({.elastic = true, .diloco = diloco}), "`diloco` is not for `elastic`");
   expect_says(says({.shard_optimizer_state = true, .diloco = diloco}), "`diloco` is not for shard_optimizer_state");
   expect_says(says({.diloco = DiLoCoOptions{.steps = 0}}), "DiLoCo: steps is 0");
+  expect_says(says({.replace_differing_copies = true, .diloco = diloco}), "not for replace_differing_copies");
+  expect_says(says({.communication = {.implementation = CommunicationImplementation::nccl}, .diloco = diloco}),
+              "implementation nccl is for gradients on GPUs");
   const auto with_loss_scale = [](const MultiWorkerMirroredStrategy& strategy) {
     const auto scope = strategy.scope();
     make_model(at::kFloat, LossScaleOptimizer(adam()));

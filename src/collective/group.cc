@@ -46,6 +46,14 @@ struct Group::State {
     }
   }
 
+  // Returns the number of the next turn. Throws InvalidArgument in a thread that has the turn, and would wait for
+  // itself.
+  std::uint64_t take_number() {
+    if (has_turn == this)
+      throw InvalidArgument("a function that Group::start runs calls its Group: it must make its calls by `run`");
+    return ticket_lock.take_number();
+  }
+
   // Waits for the turn of `number`, acts, and passes the turn on. A call that does not get its turn in time fails the
   // group. First the call ahead, whose deadline is often the same, may say whom it waited for.
   template <class Act>
@@ -57,8 +65,12 @@ struct Group::State {
     struct Pass {
       collective::TicketLock& ticket_lock;
       std::uint64_t number;
-      ~Pass() { ticket_lock.pass(number); }
-    } pass{ticket_lock, number};
+      const State* outer;
+      ~Pass() {
+        has_turn = outer;
+        ticket_lock.pass(number);
+      }
+    } pass{ticket_lock, number, std::exchange(has_turn, this)};
     act();
   }
 
@@ -74,13 +86,14 @@ struct Group::State {
 
   EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline) {
     EnqueuedCalls enqueued;
-    in_turn(ticket_lock.take_number(), deadline, name_of(calls[0].kind),
-            [&] { enqueued = backend->enqueue(calls, deadline); });
+    in_turn(take_number(), deadline, name_of(calls[0].kind), [&] { enqueued = backend->enqueue(calls, deadline); });
     return enqueued;
   }
 
   void run_grouped(const std::vector<Call>& calls, Deadline deadline);
   void run_packed(std::span<const Call> calls, Deadline deadline);
+
+  static thread_local const State* has_turn;  // in this thread
 
   const std::shared_ptr<GroupBackend> backend;
   const std::size_t bytes_per_pack;
@@ -89,6 +102,8 @@ struct Group::State {
   collective::ProgressThread progress;
   std::atomic<std::int64_t> numbered = 0;
 };
+
+thread_local const Group::State* Group::State::has_turn = nullptr;
 
 // Consecutive calls of one kind are run together.
 void Group::State::run_grouped(const std::vector<Call>& calls, Deadline deadline) {
@@ -146,15 +161,14 @@ Group Group::with_backend(std::shared_ptr<GroupBackend> backend) const {
 void Group::run(const Call& call, Deadline deadline) const {
   collective::check_call(call, rank(), size());
   if (collective::is_on_gpu(call)) return state_->enqueue({&call, 1}, deadline).join();
-  state_->in_turn(state_->ticket_lock.take_number(), deadline, name_of(call.kind),
-                  [&] { state_->backend->run(call, deadline); });
+  state_->in_turn(state_->take_number(), deadline, name_of(call.kind), [&] { state_->backend->run(call, deadline); });
 }
 
 void Group::run(const std::vector<Call>& calls, Deadline deadline) const {
   if (calls.empty()) return;
   state_->check(calls);
   if (collective::is_on_gpu(calls[0])) return state_->enqueue(calls, deadline).join();
-  state_->in_turn(state_->ticket_lock.take_number(), deadline, name_of(calls[0].kind),
+  state_->in_turn(state_->take_number(), deadline, name_of(calls[0].kind),
                   [&] { state_->run_grouped(calls, deadline); });
 }
 
@@ -171,7 +185,7 @@ Work Group::start(std::vector<Call> calls, Deadline deadline) const {
   }
   auto* const state = state_.get();  // its destructor waits for the progress thread
   return state->progress.add([&]() -> std::function<void()> {
-    return [state, deadline, calls = std::move(calls), number = state->ticket_lock.take_number()] {
+    return [state, deadline, calls = std::move(calls), number = state->take_number()] {
       state->in_turn(number, deadline, calls.empty() ? "nothing" : name_of(calls[0].kind),
                      [&] { state->run_grouped(calls, deadline); });
     };
@@ -187,7 +201,7 @@ Work Group::start(std::function<void(const RunCalls& run)> act, MemoryDevice dev
   };
   if (device.type != MemoryDevice::Type::host) {
     auto work = std::make_shared<Work::State>();
-    act_in_turn(state->ticket_lock.take_number(), [state, deadline](const std::vector<Call>& calls) {
+    act_in_turn(state->take_number(), [state, deadline](const std::vector<Call>& calls) {
       state->check(calls);
       state->backend->enqueue(calls, deadline).join();
     });
@@ -195,7 +209,7 @@ Work Group::start(std::function<void(const RunCalls& run)> act, MemoryDevice dev
     return Work(std::move(work));
   }
   return state->progress.add([&]() -> std::function<void()> {
-    return [state, deadline, act_in_turn, number = state->ticket_lock.take_number()] {
+    return [state, deadline, act_in_turn, number = state->take_number()] {
       act_in_turn(number, [state, deadline](const std::vector<Call>& calls) {
         state->check(calls);
         state->run_grouped(calls, deadline);
@@ -225,21 +239,21 @@ Memory Group::allocate(std::size_t bytes) const { return state_->backend->alloca
 std::vector<Memory> Group::allocate_shared(std::size_t bytes, Deadline deadline) const {
   if (bytes == 0) throw InvalidArgument("allocate_shared: 0 bytes; it must be at least 1");
   std::vector<Memory> parts;
-  state_->in_turn(state_->ticket_lock.take_number(), deadline, "allocate_shared",
+  state_->in_turn(state_->take_number(), deadline, "allocate_shared",
                   [&] { parts = state_->backend->allocate_shared(bytes, deadline); });
   return parts;
 }
 
 bool Group::reaches(MemoryDevice device, Deadline deadline) const {
   bool result = false;
-  state_->in_turn(state_->ticket_lock.take_number(), deadline, "reaches",
+  state_->in_turn(state_->take_number(), deadline, "reaches",
                   [&] { result = state_->backend->reaches(device, deadline); });
   return result;
 }
 
 void Group::check(Deadline deadline) const {
   constexpr const char* kOperation = "a check";
-  state_->in_turn(state_->ticket_lock.take_number(), deadline, kOperation,
+  state_->in_turn(state_->take_number(), deadline, kOperation,
                   [&] { state_->backend->look(kOperation, /*also_left=*/false); });
 }
 

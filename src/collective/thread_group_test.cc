@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "base/failure.h"
+#include "collective/on_ranks_testing.h"
 #include "lockstep/collective/group.h"
 
 namespace lockstep::collective {
@@ -244,6 +245,34 @@ TEST(ThreadGroup, NobodyIsAtTheBuffersOfARankThatGaveUp) {
     }
   });
   expect_no_errors(errors);
+}
+
+TEST(StartedFunction, MakesSeveralCallsInOneTurn) {
+  on_ranks(3, [](const Group& group) {
+    const auto soon = Deadline::after(std::chrono::seconds(30));
+    std::array<std::int64_t, 2> mine{group.rank(), 1};
+    const auto act = [&](const Group::RunCalls& run) {
+      run({Call::all_reduce(buffer_of(std::span(mine).first(1)), ReduceOp::sum)});
+      mine[1] = mine[0] * 10;
+      run({Call::all_reduce(buffer_of(std::span(mine).last(1)), ReduceOp::max)});
+    };
+    const auto work = group.start(act, {}, soon);
+    std::int64_t other = 1;
+    group.all_reduce(buffer_of(std::span(&other, 1)), ReduceOp::sum, soon);  // after it
+    EXPECT_TRUE(work.done());
+    work.wait();
+    EXPECT_EQ(mine[1], 30);
+    EXPECT_EQ(other, 3);
+  });
+}
+
+TEST(StartedFunction, ThatCallsItsGroupIsRefused) {
+  on_ranks(2, [](const Group& group) {
+    const auto soon = Deadline::after(std::chrono::seconds(30));
+    const auto work = group.start([&](const Group::RunCalls&) { group.barrier(soon); }, {}, soon);
+    EXPECT_THROW(work.wait(), InvalidArgument);
+    group.barrier(soon);
+  });
 }
 
 }  // namespace

@@ -66,6 +66,7 @@ void collective::ProgressThread::loop() {
     } catch (...) {
       error = std::current_exception();
     }
+    task.run = nullptr;  // what it holds may end with it
     {
       MutexLock lock(mutex_);
       running_ = false;  // before anybody hears that it is done

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "collective/calls.h"
+#include "lockstep/base/error.h"
 #include "ops/tensors.h"
 
 namespace lockstep::gradient {
@@ -79,7 +80,13 @@ void Bucketed::divide() {
 
 // The replicas of one process get a new Group after a step that failed on one of them.
 void Bucketed::begin_step(int replica) {
-  if (!is_rank()) rank_of(replica).make_buckets();
+  if (is_rank()) return;
+  auto& rank = rank_of(replica);
+  rank.make_buckets();
+  if (rank.is_clean()) return;
+  throw Error(
+      "a step broke off on this replica after others had begun to sum its gradients: let its exception leave "
+      "Strategy::run, which ends the step on all replicas");
 }
 
 at::Tensor Bucketed::memory_for(int replica, std::size_t slot) const {

@@ -52,6 +52,7 @@ void BucketedRank::make_buckets() {
 }
 
 void BucketedRank::start_step() {
+  is_clean_ = true;
   scale_known_ = !scales_ || (buckets_ && buckets_->weights().scale() > 0);
   scale_ = scales_ && scale_known_ ? buckets_->weights().scale() : 1;
   for (auto& mean : means_) mean.reset();
@@ -72,6 +73,7 @@ at::Tensor BucketedRank::memory_for(int replica, std::size_t slot) const {
 
 void BucketedRank::add(int replica, std::size_t slot, const at::Tensor& gradient) {
   slots_[slot].gradients[number(replica)] = gradient;
+  is_clean_ = false;
   {
     MutexLock lock(mutex_);
     if (--slots_[slot].missing > 0) return;

@@ -2,6 +2,7 @@
 // while backward runs.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <span>
 #include <vector>
@@ -41,6 +42,9 @@ class BucketedRank {
   void make_buckets();
 
   void start_step();
+
+  // False after a step that broke off with gradients, until make_buckets has begun anew.
+  bool is_clean() const { return is_clean_; }
   at::Tensor memory_for(int replica, std::size_t slot) const;
   void add(int replica, std::size_t slot, const at::Tensor& gradient);
 
@@ -89,6 +93,7 @@ class BucketedRank {
   double scale_ = 1;             // of this step
   bool scale_known_ = false;     // whether scale_ was known before this step's gradients came
   bool check_finite_ = false;    // in this step; the same on all replicas
+  std::atomic<bool> is_clean_ = true;
 
   // Written in `reduce`.
   std::vector<at::Tensor> means_;           // [slot]: those that have a gradient on any rank

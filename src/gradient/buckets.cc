@@ -289,14 +289,28 @@ void Buckets::describe(const Bucket& bucket, Call& call) const {
   call.stream = bucket.shown.stream;
 }
 
+// The elements of slots without a gradient on any rank, when the flags are reduced. No flag is read where this rank has
+// a gradient of every parameter.
+std::vector<EightBitMean::Elements> Buckets::idle_in(const Bucket& bucket) const {
+  if (std::ranges::all_of(bucket.slots, [this](std::size_t slot) { return slots_[slot].has_gradient; })) return {};
+  const auto flags = bucket.flags.cpu();
+  std::vector<EightBitMean::Elements> idle;
+  for (std::size_t k = 0; k < bucket.slots.size(); ++k) {
+    if (flags.const_data_ptr<float>()[k] > 0) continue;
+    const auto& input = slots_[bucket.slots[k]].input;
+    idle.push_back({input.storage_offset() - bucket.input.storage_offset(), input.numel()});
+  }
+  return idle;
+}
+
 Work Buckets::start_in_8_bits(const Bucket& bucket) const {
   const auto reduce = [this, &bucket](const Group::RunCalls& run) {
     const auto run_described = [&](std::vector<Call> calls) {
       for (auto& call : calls) describe(bucket, call);
       run(calls);
     };
-    bucket.in_8_bits->reduce(bucket.input, /*gathers=*/!options_.scatter, run_described);
     run_described({Call::all_reduce(buffer_of(bucket.flags), ReduceOp::mean)});
+    bucket.in_8_bits->reduce(bucket.input, /*gathers=*/!options_.scatter, run_described, idle_in(bucket));
   };
   return group_.start(reduce, bucket.shown.buffer.device, ranks_.deadline());
 }

@@ -141,6 +141,7 @@ class Buckets {
   std::vector<Call> calls_of(const Bucket& bucket) const;
   void describe(const Bucket& bucket, Call& call) const;
   Work start_in_8_bits(const Bucket& bucket) const;
+  std::vector<EightBitMean::Elements> idle_in(const Bucket& bucket) const;
   void start_pass();
   void launch(Bucket& bucket);
   void receive(Bucket& bucket);

@@ -79,8 +79,33 @@ EightBitMean::EightBitMean(int rank, const Counts& counts, at::Device device) {
   residuals_.push_back(at::zeros({own_.blocks, kBlockElements}, floats));
 }
 
-void EightBitMean::reduce(const at::Tensor& values, bool gathers, const Group::RunCalls& run) const {
+void EightBitMean::for_residuals(const std::vector<Elements>& elements,
+                                 const std::function<void(at::Tensor)>& act) const {
+  const auto visit = [&](const Range& range, const at::Tensor& residual) {
+    for (const auto& some : elements) {
+      const auto begin = std::max(some.begin, range.begin);
+      const auto end = std::min(some.begin + some.numel, range.begin + range.numel);
+      if (begin < end) act(residual.view({-1}).narrow(0, begin - range.begin, end - begin));
+    }
+  };
+  for (std::size_t rank = 0; rank < ranges_.size(); ++rank) visit(ranges_[rank], residuals_[rank]);
+  visit(own_, residuals_.back());
+}
+
+void EightBitMean::reduce(const at::Tensor& values, bool gathers, const Group::RunCalls& run,
+                          const std::vector<Elements>& idle) const {
   const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> kept;
+  for_residuals(idle, [&](at::Tensor residual) {
+    kept.push_back(residual.clone());
+    residual.zero_();
+  });
+  exchange(values, gathers, run);
+  std::size_t next = 0;
+  for_residuals(idle, [&](at::Tensor residual) { residual.copy_(kept[next++]); });
+}
+
+void EightBitMean::exchange(const at::Tensor& values, bool gathers, const Group::RunCalls& run) const {
   Counts to_each, from_each(ranges_.size(), static_cast<std::size_t>(own_.bytes));
   for (std::size_t rank = 0; rank < ranges_.size(); ++rank) {
     const auto& range = ranges_[rank];

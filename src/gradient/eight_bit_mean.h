@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "lockstep/collective/group.h"
@@ -28,8 +29,13 @@ class EightBitMean {
   EightBitMean(int rank, std::int64_t numel, int ranks, at::Device device);
 
   // values <- their mean over the ranks, with the same bits on all; without `gathers` this rank gets its own range
-  // alone. Collective, by `run`. Values that are not finite give means that are not, and leave no residual.
-  void reduce(const at::Tensor& values, bool gathers, const Group::RunCalls& run) const;
+  // alone. `idle`: elements that no rank uses, which are to be zero, and whose residuals stay for later; equal on all
+  // ranks. Collective, by `run`. Values that are not finite give means that are not, and leave no residual.
+  struct Elements {
+    std::int64_t begin, numel;
+  };
+  void reduce(const at::Tensor& values, bool gathers, const Group::RunCalls& run,
+              const std::vector<Elements>& idle = {}) const;
 
   // The losses by rounding so far, which the next `reduce` adds. Tensors that belong to this object, to be saved.
   const std::vector<at::Tensor>& residuals() const { return residuals_; }
@@ -41,6 +47,11 @@ class EightBitMean {
     std::int64_t blocks = 0;
     std::int64_t place = 0, bytes = 0;  // in a message about all ranges
   };
+
+  void exchange(const at::Tensor& values, bool gathers, const Group::RunCalls& run) const;
+
+  // Calls act(residual) for the residuals of the elements, of values and then of means, always in one order.
+  void for_residuals(const std::vector<Elements>& elements, const std::function<void(at::Tensor)>& act) const;
 
   std::vector<Range> ranges_;              // [rank]
   Range own_;                              // this rank's

@@ -75,6 +75,29 @@ TEST(EightBitMean, IsRightInTheLongRun) {
   });
 }
 
+// A parameter that each second step uses, beside one with gradients that are much larger.
+TEST(EightBitMean, IdleElementsKeepWhatTheyLost) {
+  constexpr int kRanks = 2, kTimes = 400;
+  constexpr std::int64_t kNumel = 300, kBegin = 100, kCount = 50;
+  collective::on_ranks(kRanks, [&](const Group& group) {
+    const EightBitMean mean(group.rank(), kNumel, kRanks, at::kCPU);
+    double sum = 0;
+    for (int i = 0; i < kTimes; ++i) {
+      const auto values = at::full({kNumel}, 127.0F);
+      const bool idle = i % 2 == 1;
+      values.narrow(0, kBegin, kCount).fill_(idle ? 0 : 0.4F);
+      const auto act = [&](const Group::RunCalls& run) {
+        mean.reduce(
+            values, true, run,
+            idle ? std::vector<EightBitMean::Elements>{{kBegin, kCount}} : std::vector<EightBitMean::Elements>());
+      };
+      group.start(act, {}, soon()).wait();
+      if (!idle) sum += values[kBegin + 3].item<double>();
+    }
+    EXPECT_NEAR(sum / (kTimes / 2), 0.4, 0.02);
+  });
+}
+
 TEST(EightBitMean, ARankGetsItsOwnRangeAlone) {
   constexpr int kRanks = 3;
   constexpr std::int64_t kNumel = 1000;

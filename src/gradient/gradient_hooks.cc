@@ -59,7 +59,11 @@ void GradientHooks::install() {
 }
 
 void GradientHooks::begin(int replica) {
-  if (!std::exchange(of(replica).begun, true)) reduction_.begin_step(replica);
+  auto& step = of(replica);
+  if (step.begun) return;
+  std::ranges::fill(step.added, false);  // by a step that failed
+  reduction_.begin_step(replica);
+  step.begun = true;
 }
 
 void GradientHooks::expect_one_backward(int replica) {
@@ -78,7 +82,6 @@ void GradientHooks::take_all(int replica) {
   auto& step = of(replica);
   begin(replica);
   step.begun = step.expects_backward = false;
-  if (!reduction_.during_backward()) std::ranges::fill(step.added, false);  // a step failed
   ops::clear_gradient_memory();
   require_as_first(replica);
   for (std::size_t i = 0; i < takes_.size(); ++i) {

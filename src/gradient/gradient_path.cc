@@ -73,10 +73,10 @@ std::unique_ptr<gradient::Reduction> reduction_for(ReplicatedParameters& paramet
 
 void prepare_reduction(gradient::Reduction& reduction, const ReplicatedParameters& parameters,
                        const Optimizer& optimizer, const Communicator& ranks) {
-  const auto settings = text(optimizer::describe(optimizer), "\n", parameters.describe_frozen());
-  for (const auto& all : {ranks, parameters.topology().meetings}) {
-    if (all.size() > 1) all.check_all_agree("optimizers", settings);
-  }
+  const auto& topology = parameters.topology();
+  const auto& all = topology.meetings.size() > 1 ? topology.all : ranks;
+  if (all.size() > 1)
+    all.check_all_agree("optimizers", text(optimizer::describe(optimizer), "\n", parameters.describe_frozen()));
   reduction.prepare();
 }
 
@@ -116,8 +116,9 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
                            const gradient::GradientPathOptions& options)
     : parameters_(std::move(parameters)),
       ranks_(ranks_of(*parameters_, optimizer, options.shard_state)),
-      compare_copies_every_(
-          ranks_.size() > 1 || options.elastic || parameters_->is_split() ? options.compare_copies_every : 0),
+      compare_copies_every_(ranks_.size() > 1 || options.elastic || options.diloco || parameters_->is_split()
+                                ? options.compare_copies_every
+                                : 0),
       replaces_differing_copies_(options.replace_differing_copies),
       remote_(options.remote),
       reduction_(make_reduction(*parameters_, optimizer, ranks_, options)),
@@ -156,7 +157,8 @@ void GradientPath::begin_apart(const DiLoCoOptions& options) {
     next += parameters_->slots()[i].trainable ? 1 : 0;
   }
   const std::weak_ptr<gradient::OuterStep> outer = outer_;
-  parameters_->watch_values({.on_assign =
+  parameters_->watch_values({.who = outer_.get(),
+                             .on_assign =
                                  [outer, number, parameters = parameters_.get()](std::size_t slot) {
                                    const auto alive = outer.lock();
                                    if (alive && parameters->slots()[slot].trainable)
@@ -177,7 +179,11 @@ void GradientPath::meet() {
 // Each replica calls it at the end of a step, when its update is complete.
 void GradientPath::step_outside(const Group& replicas, Deadline deadline) {
   const int replica = replicas.rank();
-  if (replica == 0) met_ = outer_->step();
+  if (!parameters_->are_watched_by(outer_.get())) {
+    throw InvalidArgument(
+        "`diloco`: another optimizer was made for this model later; the workers bring its variables together by one");
+  }
+  if (replica == 0) met_ = outer_->advance();
   replicas.barrier(deadline);
   if (!met_ || replica == 0 || replica >= parameters_->copies()) return;
   const at::NoGradGuard no_grad;

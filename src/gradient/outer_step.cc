@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "base/text.h"
+#include "checkpoint/state.h"
 #include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -94,16 +95,17 @@ void OuterStep::complete(Piece& piece) const {
   }
 }
 
-bool OuterStep::step() {
+bool OuterStep::advance() {
   ++steps_;
+  ++since_;
   is_together_ = false;
   bool changed = false;
   for (auto& part : parts_) {
-    if (part.work && steps_ == part.ends_at) {
+    if (part.work && since_ == part.ends_at) {
       end(part, options_.mixing);
       changed = true;
     }
-    if (steps_ % options_.steps != part.due) continue;
+    if (since_ % options_.steps != part.due) continue;
     begin(part);
     if (options_.overlap > 0) continue;
     end(part, /*mixing=*/0);
@@ -120,6 +122,7 @@ void OuterStep::meet() {
   }
   for (auto& part : parts_) begin(part);
   for (auto& part : parts_) end(part, /*mixing=*/0);
+  since_ = 0;
   is_together_ = true;
 }
 
@@ -135,7 +138,7 @@ void OuterStep::begin(Part& part) {
     }
     if (piece.sent.defined()) piece.sent.copy_(piece.delta);
   }
-  part.ends_at = steps_ + options_.overlap;
+  part.ends_at = since_ + options_.overlap;
   if (part.pieces.empty()) return;
   const auto device = buffer_of(part.pieces[0].delta).device;
   const auto average = [&part](const Group::RunCalls& run) {
@@ -165,12 +168,25 @@ void OuterStep::end(Part& part, double mixing) {
   if (part.work) part.work->wait();
   part.work.reset();
   for (auto& piece : part.pieces) {
-    if (piece.velocity.defined()) {
-      piece.velocity.mul_(options_.momentum).add_(piece.delta);
-      piece.delta.add_(piece.velocity, options_.momentum);
-    }
-    piece.anchor.sub_(piece.delta, options_.learning_rate);
+    move_anchor(piece, options_);
     set_values(piece, mixing);
+  }
+}
+
+void OuterStep::move_anchor(Piece& piece, const DiLoCoOptions& options) {
+  std::int64_t at = 0;
+  for (const auto& parameter : piece.parameters) {
+    const auto part_of = [&](const at::Tensor& flat) { return flat.narrow(0, at, parameter.numel()); };
+    auto delta = part_of(piece.delta);
+    if (delta.any().item<bool>()) {
+      if (piece.velocity.defined()) {
+        auto velocity = part_of(piece.velocity);
+        velocity.mul_(options.momentum).add_(delta);
+        delta.add_(velocity, options.momentum);
+      }
+      part_of(piece.anchor).sub_(delta, options.learning_rate);
+    }
+    at += parameter.numel();
   }
 }
 
@@ -207,9 +223,7 @@ void OuterStep::begin_anew_from(std::size_t parameter) {
 
 namespace {
 
-std::string joined(const std::string& prefix, const std::string& name) {
-  return prefix.empty() ? name : prefix + "/" + name;
-}
+using checkpoint::joined;
 
 // Returns the archive's tensor. Throws where it has not the shape and the dtype of `like`.
 at::Tensor load_like(const Archive& archive, const std::string& name, const at::Tensor& like) {
@@ -221,13 +235,14 @@ at::Tensor load_like(const Archive& archive, const std::string& name, const at::
 
 }  // namespace
 
-// Anchors, and velocities where there is momentum: the same on all ranks.
-std::vector<at::Tensor> OuterStep::shared() const {
-  std::vector<at::Tensor> tensors;
+// Anchors, and velocities where there is momentum, by name: the same on all ranks.
+std::vector<std::pair<std::string, at::Tensor>> OuterStep::shared() const {
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
   for (const auto& part : parts_) {
     for (const auto& piece : part.pieces) {
-      tensors.push_back(piece.anchor);
-      if (piece.velocity.defined()) tensors.push_back(piece.velocity);
+      const auto number = tensors.size();
+      tensors.emplace_back(text("anchor", number), piece.anchor);
+      if (piece.velocity.defined()) tensors.emplace_back(text("velocity", number), piece.velocity);
     }
   }
   return tensors;
@@ -257,15 +272,15 @@ void OuterStep::require_together() const {
   throw InvalidArgument(text(
       "between two meetings ", called_, " differ from rank to rank: save at the end of an epoch, or ",
       options_.parts == 1 && options_.overlap == 0 ? text("after a number of steps that ", options_.steps, " divides")
-                                                   : "after meet()"));
+                                                   : "after the optimizer's meet()"));
 }
 
 void OuterStep::save(Archive& archive, const std::string& prefix) const {
   require_together();
   archive.entries[joined(prefix, "steps")] = std::to_string(steps_);
-  const auto tensors = shared();
-  for (std::size_t i = 0; i < tensors.size(); ++i)
-    archive.tensors[joined(prefix, text("shared", i))] = data::to_stored(tensors[i]);
+  archive.entries[joined(prefix, "momentum")] = text(options_.momentum);
+  archive.entries[joined(prefix, "parts")] = std::to_string(options_.parts);
+  for (const auto& [name, tensor] : shared()) archive.tensors[joined(prefix, name)] = data::to_stored(tensor);
   const auto& group = ranks_.group();
   const auto mine = lost();
   const auto sizes = all_gather(group, at::full({1}, mine.numel(), at::kLong), ranks_.deadline());
@@ -276,9 +291,15 @@ void OuterStep::save(Archive& archive, const std::string& prefix) const {
 std::function<void()> OuterStep::load(const Archive& archive, const std::string& prefix) {
   const auto steps = archive.integer(joined(prefix, "steps"));
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
-  const auto tensors = shared();
-  for (std::size_t i = 0; i < tensors.size(); ++i)
-    copies.emplace_back(tensors[i], load_like(archive, joined(prefix, text("shared", i)), tensors[i]));
+  const auto same = [&](const char* option, const std::string& here) {
+    const auto& there = archive.entry(joined(prefix, option));
+    if (there == here) return;
+    throw InvalidArgument(text("the checkpoint is of a DiLoCo whose ", option, " is ", there, "; here it is ", here));
+  };
+  same("momentum", text(options_.momentum));
+  same("parts", std::to_string(options_.parts));
+  for (const auto& [name, tensor] : shared())
+    copies.emplace_back(tensor, load_like(archive, joined(prefix, name), tensor));
   const auto lost = lost_in(archive, prefix);
   return [this, steps, copies, lost] {
     const at::NoGradGuard no_grad;
@@ -296,6 +317,7 @@ std::function<void()> OuterStep::load(const Archive& archive, const std::string&
       for (auto& piece : part.pieces) set_values(piece, /*mixing=*/0);
     }
     steps_ = steps;
+    since_ = 0;
     is_together_ = true;
   };
 }

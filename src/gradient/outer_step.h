@@ -4,6 +4,8 @@
 //   velocity = momentum * velocity + delta
 //   anchor   = anchor - learning_rate * (delta + momentum * velocity)
 //   value    = anchor
+//
+// A parameter whose values have not changed on any rank, such as a frozen one, stays as it is.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +15,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gradient/eight_bit_mean.h"
@@ -38,8 +41,10 @@ class OuterStep {
   OuterStep(const OuterStep&) = delete;
   OuterStep& operator=(const OuterStep&) = delete;
 
-  // As DiLoCo::step and meet. `step` returns whether values of this rank have changed; see is_together.
-  bool step();
+  // Called after each step. Returns whether values of this rank have changed.
+  bool advance();
+
+  // As DiLoCo::meet. The steps to the next meetings are counted from here.
   void meet();
 
   // True where all values are those of a meeting, with the same bits on all ranks.
@@ -67,7 +72,7 @@ class OuterStep {
     std::int64_t due = 0;  // meets at steps with this remainder
     Purpose purpose;
     std::optional<Work> work = {};
-    std::int64_t ends_at = 0;  // of the work: a number of steps
+    std::int64_t ends_at = 0;  // of the work: a number of steps since `meet`
   };
 
   // Where the parameter with some number lies.
@@ -81,7 +86,8 @@ class OuterStep {
   void complete(Piece& piece) const;
   void begin(Part& part);
   void end(Part& part, double mixing);
-  std::vector<at::Tensor> shared() const;
+  static void move_anchor(Piece& piece, const DiLoCoOptions& options);
+  std::vector<std::pair<std::string, at::Tensor>> shared() const;
   at::Tensor lost() const;
   at::Tensor lost_in(const Archive& archive, const std::string& prefix) const;
   std::vector<at::Tensor> residuals() const;
@@ -90,8 +96,8 @@ class OuterStep {
   const DiLoCoOptions options_;
   const std::string called_;
   std::vector<Part> parts_;
-  std::vector<Place> places_;  // [parameter]
-  std::int64_t steps_ = 0;
+  std::vector<Place> places_;           // [parameter]
+  std::int64_t steps_ = 0, since_ = 0;  // in all, and since `meet`
   bool is_together_ = true;
 };
 

@@ -61,10 +61,15 @@ ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn
     find_slots();
     for (int replica = 1; replica < replicas(); ++replica) check_same_as_first(replica);
   });
-  compare_models(topology_.gradients);
+  compare_models(same_model());
   take_memory(on_replicas);
   bind();
   share_values();
+}
+
+// The processes that begin with the same values: also those that train apart from this one.
+const Communicator& ReplicatedParameters::same_model() const {
+  return topology_.meetings.size() > 1 ? topology_.all : topology_.gradients;
 }
 
 void ReplicatedParameters::compare_models(const Communicator& workers) const {
@@ -306,7 +311,7 @@ std::string ReplicatedParameters::difference_between_copies() const {
 }
 
 void ReplicatedParameters::check_save() const {
-  if (watch_.before_save) watch_.before_save();
+  require_equal_between_processes();
   const auto difference = difference_between_copies();
   if (!difference.empty()) log_warning(difference + "; replica 0's are saved");
 }
@@ -326,7 +331,7 @@ void ReplicatedParameters::share_values() {
   std::vector<at::Tensor> values;
   for (std::size_t i = 0; i < slots_.size(); ++i) values.push_back(parameter(0, i));
   values.insert(values.end(), buffers_[0].begin(), buffers_[0].end());
-  broadcast(topology_.gradients.with_purpose(Purpose("the first values of a model")), values);
+  broadcast(same_model().with_purpose(Purpose("the first values of a model")), values);
   for (std::size_t i = 0; i < slots_.size(); ++i) assign(i, parameter(0, i));
   for (std::size_t i = 0; i < buffer_names_.size(); ++i) assign_buffer(i, buffer(0, i));
 }

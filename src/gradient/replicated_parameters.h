@@ -135,6 +135,11 @@ class ReplicatedParameters {
   // where other processes' differ, which train by themselves.
   void check_save() const;
 
+  // Throws InvalidArgument where other processes' values differ, which train by themselves.
+  void require_equal_between_processes() const {
+    if (watch_.before_save) watch_.before_save();
+  }
+
   // Throw InvalidArgument on all workers, naming a worker and a parameter. compare_models: where models differ in their
   // tensors. compare_copies: where copies are not equal bit for bit, by a fault of a processor or a program. Collective
   // over the workers; not while replicas run.
@@ -206,10 +211,12 @@ class ReplicatedParameters {
   // Whoever keeps something that depends on the values. on_assign: a parameter was overwritten by `assign`.
   // before_save: throws where the values cannot be saved now. One at a time; the last one counts.
   struct ValueWatch {
+    const void* who = nullptr;  // only compared
     std::function<void(std::size_t slot)> on_assign;
     std::function<void()> before_save;
   };
   void watch_values(ValueWatch watch) { watch_ = std::move(watch); }
+  bool are_watched_by(const void* who) const { return watch_.who == who; }
 
   // Overwrites a parameter, or a buffer, on all replicas, or a buffer on one. The caller checks shapes. Not while
   // replicas run.
@@ -221,6 +228,7 @@ class ReplicatedParameters {
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
                        std::optional<gradient::ModelPart> split, gradient::Placement placement,
                        const OnReplicas& on_replicas, const Topology& topology);
+  const Communicator& same_model() const;
   void find_slots();
   void check_same_as_first(int replica);
   void take_memory(const OnReplicas& on_replicas);

@@ -1,5 +1,6 @@
 #include "lockstep/strategy/multi_worker_mirrored_strategy.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "base/text.h"
@@ -16,10 +17,21 @@ void check_diloco(const MultiWorkerMirroredOptions& options) {
   require(options.workers_per_group >= 1, "MultiWorkerMirroredStrategy: workers_per_group", options.workers_per_group,
           "1 or more");
   const auto refuse = [](const char* what) { throw InvalidArgument(text("MultiWorkerMirroredStrategy: ", what)); };
+  const auto is_cpu = [](const auto& device) { return device.starts_with("cpu"); };
+  const bool through_host =
+      options.shard_optimizer_state || options.diloco || std::ranges::any_of(options.devices, is_cpu);
+  if (options.communication.implementation == Implementation::nccl && through_host) {
+    refuse(
+        "communication.implementation nccl is for gradients on GPUs; on CPUs, and with shard_optimizer_state or "
+        "`diloco`, they are in host memory");
+  }
   if (!options.diloco && options.workers_per_group > 1) refuse("workers_per_group is for `diloco`, which is not set");
   if (!options.diloco) return;
   gradient::check(*options.diloco);
   if (options.elastic) refuse("`diloco` is not for `elastic`: a worker's own progress would be lost with it");
+  if (options.replace_differing_copies)
+    refuse(
+        "`diloco` is not for replace_differing_copies: those of one group would get other values than those of others");
   if (options.shard_optimizer_state)
     refuse("`diloco` is not for shard_optimizer_state: each worker needs all its state");
 }
@@ -72,6 +84,7 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                    .regroup = bounds.regroup_seconds,
                    .lost_host = options.elastic ? bounds.lost_host_seconds : kLostHostSeconds},
       .worker_batch = options.elastic ? options.elastic->worker_batch : std::nullopt};
+  settings.gradients.diloco = options.diloco;
   if (!job) return settings;
   settings.gradients = {.buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
                                     .first_bucket_bytes = bytes_of(communication.first_bucket_mb),

@@ -244,6 +244,7 @@ Tensor ReplicatedOptimizer::scale_loss(const Tensor& loss) const {
   return impl_->updater().loss_scale().value() == 1 ? loss : loss * impl_->updater().loss_scale().value();
 }
 
+void ReplicatedOptimizer::meet() const { impl_->meet(); }
 double ReplicatedOptimizer::loss_scale() const { return impl_->updater().loss_scale().value(); }
 std::int64_t ReplicatedOptimizer::iterations() const { return impl_->updater().iterations(); }
 std::int64_t ReplicatedOptimizer::state_bytes() const { return impl_->updater().state_bytes(); }

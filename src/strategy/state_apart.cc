@@ -40,7 +40,12 @@ std::function<void()> load_apart(GradientPath& gradients, const EachState& each_
   const auto& workers = gradients.parameters().topology().all;
   const auto change_outer = gradients.outer_step()->load(archive, joined(prefix, kOuter));
   const auto iterations = data::from_stored(archive.tensor(name_of_iterations));
-  if (iterations.numel() != workers.size()) return change_outer;
+  if (iterations.numel() != workers.size()) {
+    return [change_outer, &gradients] {
+      change_outer();
+      gradients.parameters().spread_first_copy();
+    };
+  }
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
   each_state(joined(prefix, kApart), [&](const std::string& name, std::size_t slot, std::size_t index) {
     const auto mine = data::from_stored(archive.tensor(name))[workers.rank()];
@@ -49,6 +54,7 @@ std::function<void()> load_apart(GradientPath& gradients, const EachState& each_
   const auto own_iterations = iterations[workers.rank()].item<std::int64_t>();
   return [change_outer, copies, own_iterations, &gradients] {
     change_outer();
+    gradients.parameters().spread_first_copy();
     for (const auto& [to, from] : copies) to.copy_(from);
     gradients.updater().set_iterations(own_iterations);
   };

@@ -164,7 +164,7 @@ Strategy Strategy::current() { return innermost == nullptr ? OneDeviceStrategy()
 int Strategy::num_replicas_in_sync() const { return impl_->topology().all_replicas(); }
 int Strategy::num_local_replicas() const { return impl_->replicas().count(); }
 bool Strategy::is_chief() const { return impl_->topology().is_chief(); }
-const std::vector<std::string>& Strategy::devices() const { return impl_->settings().devices; }
+std::vector<std::string> Strategy::devices() const { return impl_->settings().devices; }
 bool Strategy::runs_programs() const { return impl_->kind().compiles_steps(); }
 std::vector<std::vector<Tensor>> Strategy::run_program(const internal::StepToRun& step) const {
   std::vector<std::vector<Tensor>> results;

@@ -47,6 +47,7 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   workers_.connect();
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
   topology().all.check_all_agree("strategies", describe());
+  workers_.form_groups();
   seeds_.share(topology().all);
   settings_.kind->begin(*this);
 }

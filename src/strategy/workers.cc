@@ -37,8 +37,13 @@ void Workers::join() {
 
 void Workers::reconnect() { kind_.reconnect(topology_, *settings_, timeouts_); }
 
-void Workers::connect() {
-  kind_.connect(topology_, *settings_, timeouts_);
+// Aborts the Groups that are not those of all workers.
+void Workers::abort_apart(const std::string& why) const {
+  if (topology_.gradients.size() < topology_.all.size()) topology_.gradients.abort(why);
+  topology_.meetings.abort(why);
+}
+
+void Workers::form_groups() {
   const int size = topology_.all.size(), of_group = settings_->per_group;
   if (of_group == 0) return;
   if (size % of_group != 0) {
@@ -91,6 +96,7 @@ void Workers::fail(int replica, const Group& local, const Group* of_all) const {
   local.abort(why);
   if (all_know) return;
   if (has_others) topology_.all.group().abort(why);
+  if (has_others && settings_ && settings_->per_group > 0) abort_apart(why);
   if (of_all != nullptr)
     of_all->abort(why);
   else if (has_others && membership() != nullptr)

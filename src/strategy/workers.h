@@ -23,7 +23,10 @@ class Workers {
   Workers& operator=(const Workers&) = delete;
 
   // Finds the others. Collective; throws as make_group does.
-  void connect();
+  void connect() { kind_.connect(topology_, *settings_, timeouts_); }
+
+  // Divides the workers into the groups of WorkerSettings::per_group, if any. Collective, after connect.
+  void form_groups();
 
   // The processes that train together, and this one's place among them: the workers.
   const Topology& topology() const { return topology_; }
@@ -91,6 +94,7 @@ class Workers {
   std::int64_t next_training() { return trainings_++; }
 
  private:
+  void abort_apart(const std::string& why) const;
   void reconnect();
 
   const Kind& kind_;
@@ -119,6 +123,7 @@ void Workers::abort_on_error(const Communicator& ranks, const Act& act) const {
         return;
       }
       tell_failure(error);
+      if (settings_ && settings_->per_group > 0) abort_apart(error.what());
       throw;
     }
   });

@@ -215,6 +215,7 @@ void require_evaluable(const ModelImpl& impl, const Dataset& data, std::int64_t 
   require(steps >= 0, "steps", steps, "0 (all) or more");
   if (steps == 0 && data.cardinality() == Dataset::kInfinite)
     throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
+  impl.parameters->require_equal_between_processes();
   const auto difference = impl.parameters->difference_between_copies();
   if (!difference.empty()) throw InvalidArgument(difference);
 }

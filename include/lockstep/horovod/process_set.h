@@ -9,9 +9,10 @@ namespace lockstep::horovod {
 class Session;
 
 // A shared handle. An operation that gets a process set is made by the ranks of the set, in one order; other ranks go
-// on meanwhile. Results have the order of these ranks, and root_rank is still one of all ranks. In a rank that the set
-// does not include operations throw InvalidArgument. A set ends with `shutdown`, and when an elastic job goes on with
-// other ranks: make it anew then.
+// on meanwhile. Results have the order of these ranks, and root_rank is still one of all ranks. Operations throw
+// InvalidArgument in a rank that the set does not include, after `shutdown`, and when an elastic job goes on with other
+// ranks: make the set anew then. The set must live until its operations have ended. `join` is for all ranks, and not
+// with optimizers of sets.
 class ProcessSet {
  public:
   ProcessSet() = default;  // all ranks, whichever they are at a call
@@ -27,6 +28,7 @@ class ProcessSet {
   friend struct InProcessSet;
 
   std::vector<int> ranks_;
+  std::weak_ptr<Session> of_;         // all ranks', when the set was made
   std::shared_ptr<Session> session_;  // null: this rank is not included
   bool is_global_ = true;
 };

@@ -94,6 +94,10 @@ class ReplicatedOptimizer {
   // `loss`.
   Tensor scale_loss(const Tensor& loss) const;
 
+  // With `diloco`: a meeting now, after which the workers' variables are equal. Does nothing for other strategies.
+  // Collective over the workers.
+  void meet() const;
+
   std::int64_t iterations() const;            // updates so far
   std::int64_t state_bytes() const;           // memory of the optimizer's state in this process
   double learning_rate() const;               // of the next update

@@ -94,9 +94,9 @@ class Strategy {
   static Strategy current();
 
   StrategyScope scope() const { return StrategyScope(impl_); }
-  int num_replicas_in_sync() const;                 // of all workers
-  int num_local_replicas() const;                   // of this process
-  const std::vector<std::string>& devices() const;  // one a local replica; valid as long as the strategy
+  int num_replicas_in_sync() const;          // of all workers
+  int num_local_replicas() const;            // of this process
+  std::vector<std::string> devices() const;  // one a replica of this process
 
   // True where this process writes the logs and checkpoints: worker 0 does, and one that is alone.
   bool is_chief() const;

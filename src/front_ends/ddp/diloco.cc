@@ -21,7 +21,8 @@ Trained trained_of(const torch::OrderedDict<std::string, Tensor>& parameters) {
   Trained trained;
   for (const auto& each : parameters) {
     const auto& tensor = each.value();
-    if (!tensor.requires_grad()) continue;
+    const bool is_tied = std::ranges::any_of(trained.tensors, [&](const auto& one) { return one.is_same(tensor); });
+    if (!tensor.requires_grad() || is_tied) continue;
     if (tensor.scalar_type() != at::kFloat && tensor.scalar_type() != at::kDouble) {
       throw InvalidArgument(text("DiLoCo: the parameter \"", each.key(), "\" is ", tensor.scalar_type(),
                                  "; trained parameters are float or double"));
@@ -53,7 +54,7 @@ class DiLoCo::Impl {
 
   bool step() {
     require_same_trained();
-    outer_->step();
+    outer_->advance();
     return outer_->is_together();
   }
   gradient::OuterStep& outer() { return *outer_; }
@@ -96,9 +97,11 @@ void DiLoCo::meet() { impl_->outer().meet(); }
 std::int64_t DiLoCo::steps() const { return impl_->outer().steps(); }
 
 Trackable DiLoCo::trackable() const {
+  const auto load = [impl = impl_](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+    return [impl, change = impl->outer().load(archive, prefix)] { change(); };
+  };
   return {.save = [impl = impl_](Archive& archive, const std::string& prefix) { impl->outer().save(archive, prefix); },
-          .load = [impl = impl_](const Archive& archive,
-                                 const std::string& prefix) { return impl->outer().load(archive, prefix); },
+          .load = load,
           .ranks = impl_->outer().ranks()};
 }
 

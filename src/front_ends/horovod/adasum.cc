@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <array>
 #include <bit>
+#include <span>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -11,12 +13,15 @@
 namespace lockstep::horovod {
 namespace {
 
-at::Tensor combined(const at::Tensor& a, const at::Tensor& b) {
+// The factors of a and of b.
+std::array<double, 2> shares_of(const at::Tensor& a, const at::Tensor& b) {
   const auto x = a.to(at::kDouble), y = b.to(at::kDouble);
-  const double both = at::dot(x, y).item<double>(), of_x = at::dot(x, x).item<double>(),
-               of_y = at::dot(y, y).item<double>();
-  const auto share = [&](double squares) { return squares == 0 ? 1 : 1 - both / (2 * squares); };
-  return (x * share(of_x) + y * share(of_y)).to(a.scalar_type());
+  const double both = at::dot(x, y).item<double>();
+  const auto share = [&](const at::Tensor& one) {
+    const double squares = at::dot(one, one).item<double>();
+    return squares == 0 ? 1 : 1 - both / (2 * squares);
+  };
+  return {share(x), share(y)};
 }
 
 }  // namespace
@@ -37,7 +42,12 @@ void adasum(const Session& session, const at::Tensor& tensor) {
     session.carry_out({Call::send(buffer_of(tensor), partner), Call::recv(buffer_of(theirs), partner)});
     const bool is_first = session.rank() < partner;
     at::Tensor mine = tensor;
-    mine.copy_(is_first ? combined(tensor, theirs) : combined(theirs, tensor));
+    const auto &a = is_first ? mine : theirs, &b = is_first ? theirs : mine;
+    std::array<double, 2> shares{};  // of one rank, since sums may have other bits on another processor
+    if (is_first) shares = shares_of(a, b);
+    const auto numbers = buffer_of(std::span(shares));
+    session.carry_out(is_first ? Call::send(numbers, partner) : Call::recv(numbers, partner));
+    mine.copy_(a.to(at::kDouble) * shares[0] + b.to(at::kDouble) * shares[1]);
   }
 }
 

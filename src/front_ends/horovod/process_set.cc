@@ -37,6 +37,7 @@ ProcessSet add_process_set(const std::vector<int>& ranks) {
   if (twice != sorted.end()) throw InvalidArgument(text("add_process_set: rank ", *twice, " is given twice"));
   ProcessSet set;
   set.session_ = session->among(sorted, text("add_process_set of ranks ", lockstep::join(sorted)));
+  set.of_ = session;
   set.ranks_ = sorted;
   set.is_global_ = false;
   return set;
@@ -44,6 +45,13 @@ ProcessSet add_process_set(const std::vector<int>& ranks) {
 
 InProcessSet::InProcessSet(const ProcessSet& set) {
   if (set.is_global_) return;
+  const auto now = Session::current();
+  if (now != set.session_ && now != set.of_.lock()) {  // the first within a call of the set
+    throw InvalidArgument(
+        text("the process set of ranks ", lockstep::join(set.ranks_),
+             " was made for ranks that are no more, before init or a change of an elastic job: make it "
+             "anew"));
+  }
   if (!set.session_) {
     throw InvalidArgument(
         text("this rank, ", horovod::rank(), ", is not in the process set of ranks ", lockstep::join(set.ranks_)));

@@ -45,6 +45,25 @@ TEST(ProcessSets, OperationsAreThoseOfTheSetsRanks) {
   });
 }
 
+TEST(ProcessSets, MayGoOutOfScope) {
+  on_ranks(2, [](int rank) {
+    for (int round = 0; round < 100; ++round) {
+      const auto set = hvd::add_process_set({0, 1});
+      expect_equal(hvd::allreduce(values(rank), {.op = hvd::Sum, .process_set = set}), values(0) + values(1));
+    }
+  });
+}
+
+TEST(ProcessSets, ThoseOfEarlierRanksAreRefused) {
+  std::vector<ProcessSet> kept(2);
+  on_ranks(2, [&](int rank) { kept[static_cast<std::size_t>(rank)] = hvd::add_process_set({0, 1}); });
+  on_ranks(2, [&](int rank) {
+    expect_says(message_of<InvalidArgument>(
+                    [&] { hvd::allreduce(values(rank), {.process_set = kept[static_cast<std::size_t>(rank)]}); }),
+                "made for ranks that are no more");
+  });
+}
+
 TEST(ProcessSets, AreDifferentiable) {
   on_ranks(3, [](int rank) {
     const auto set = hvd::add_process_set({0, 2});
@@ -151,6 +170,8 @@ TEST(SparseAllreduce, IsTheSumOfDenseTensors) {
       const auto sum = dense(0) + dense(1) + dense(2);
       const auto sparse = dense(rank).to_sparse(1);
       const auto result = hvd::sparse_allreduce(sparse, {.op = hvd::Sum});
+      if (dtype == at::kInt)
+        expect_says(message_of<InvalidArgument>([&] { hvd::sparse_allreduce(sparse); }), "average of integers");
       EXPECT_TRUE(result.is_sparse());
       expect_equal(result.to_dense(), sum);
       if (dtype == at::kInt) continue;

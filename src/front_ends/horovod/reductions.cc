@@ -20,6 +20,12 @@ Tensor scaled(const Tensor& tensor, double factor) {
   return factor == 1 ? tensor : tensor.mul(factor).to(tensor.scalar_type());
 }
 
+// A task keeps these: a session's own task must not own the session.
+ReduceOptions without_set(ReduceOptions options) {
+  options.process_set = {};
+  return options;
+}
+
 // The contiguous copy of a tensor that is sent.
 Tensor prepared(const Tensor& tensor, const ReduceOptions& options) {
   return scaled(own_on_host(tensor), options.prescale_factor).to(sent_type(tensor, options.compression));
@@ -87,7 +93,7 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
   }
   auto results = std::make_shared<Tensors>(tensors);
   const at::NoGradGuard no_gradient;
-  const auto run = [session = session.get(), caller, tensors, options, in_place, results,
+  const auto run = [session = session.get(), caller, tensors, options = without_set(options), in_place, results,
                     packs = packs_of(tensors, options)] {
     const at::NoGradGuard without_gradient;
     for (const auto& pack : packs) {
@@ -128,7 +134,7 @@ Started start_reducescatter(const char* caller, const Tensors& tensors, const Re
   const at::NoGradGuard no_gradient;
   Tensors inputs;
   for (const auto& tensor : tensors) inputs.push_back(prepared(tensor, options));
-  const auto run = [session = session.get(), caller, tensors, options, results, inputs] {
+  const auto run = [session = session.get(), caller, tensors, options = without_set(options), results, inputs] {
     const at::NoGradGuard without_gradient;
     const auto ranks = session->size();
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -184,13 +190,16 @@ Handle<Tensor> start_sparse_allreduce(const Tensor& tensor, const ReduceOptions&
   const auto session = Session::current();
   if (!tensor.defined() || !tensor.is_sparse())
     throw InvalidArgument(text(kSparse, ": the tensor must be sparse (COO); allreduce is for dense ones"));
+  if (options.op == Average && !tensor.is_floating_point())
+    throw InvalidArgument(text(kSparse, ": an average of integers would round each entry; take Sum"));
   if (options.op != Sum && options.op != Average)
     throw InvalidArgument(text(kSparse, ": op is ", name_of(options.op), "; it must be Sum or Average"));
   const auto result = std::make_shared<Tensor>();
   const at::NoGradGuard no_gradient;
   const auto indices = own_on_host(tensor._indices().t());
   const auto values = prepared(tensor._values(), options);
-  const auto run = [session = session.get(), options, result, tensor = tensor.detach(), indices, values] {
+  const auto run = [session = session.get(), options = without_set(options), result, tensor = tensor.detach(), indices,
+                    values] {
     const at::NoGradGuard without_gradient;
     auto mine = Announcement::of(text(kSparse, named(options.name), " (", name_of(options.op), ") of ",
                                       tensor.scalar_type(), " ", tensor.sizes(), ", ", tensor.sparse_dim(),
