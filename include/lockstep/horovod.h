@@ -76,9 +76,9 @@ int cross_rank();  // among those of other hosts with the same local rank
 int cross_size();
 bool is_homogeneous();  // whether all hosts have as many ranks
 
-// average: the sum divided by the number of ranks; integers round towards zero. adasum:
-// src/front_ends/horovod/adasum.h; of allreduce alone, for floating-point tensors and numbers of ranks that are powers
-// of two.
+// average: the sum divided by the number of ranks; integers round towards zero. adasum: of pairs of ranks, then of
+// pairs of pairs (Maleki et al., "Scaling distributed training with adaptive summation", 2021). Adasum is for allreduce
+// alone, floating-point tensors, numbers of ranks that are powers of two, and while no rank has joined.
 enum class Op : std::uint8_t { average, sum, min, max, product, adasum };
 inline constexpr Op Average = Op::average, Sum = Op::sum, Min = Op::min, Max = Op::max, Product = Op::product,
                     Adasum = Op::adasum;

@@ -185,10 +185,7 @@ void GradientPath::step_outside(const Group& replicas, Deadline deadline) {
   }
   if (replica == 0) met_ = outer_->advance();
   replicas.barrier(deadline);
-  if (!met_ || replica == 0 || replica >= parameters_->copies()) return;
-  const at::NoGradGuard no_grad;
-  for (const auto dtype : {at::kFloat, at::kDouble})
-    parameters_->flat(replica, dtype).copy_(parameters_->flat(0, dtype));
+  if (met_) parameters_->take_first_copy(replica);
 }
 
 void GradientPath::prepare() {
@@ -253,11 +250,11 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   }
   if (replica == 0 && sums.weight > 0 && !is_counted) move_loss_scale(sums.finite);
   replicas.barrier(deadline);  // every copy is written, and no other replica reads this one's gradients any more
-  if (outer_) step_outside(replicas, deadline);
   parameters_->refresh(replica);
   if (replica == 0 && updates && !is_counted) count_update();  // before anything else that may throw
   reduction_->end_step(replica, gradient::Reduction::StepEnd::complete);
   if (reduction_->during_backward()) replicas.barrier(deadline);  // replica 0's end_step may use the processes' Group
+  if (outer_) step_outside(replicas, deadline);
 }
 
 void GradientPath::apply_traced(ops::StepTrace& trace, const at::Tensor& weight, bool divides) {

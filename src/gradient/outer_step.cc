@@ -269,10 +269,11 @@ at::Tensor OuterStep::lost() const {
 
 void OuterStep::require_together() const {
   if (is_together_) return;
-  throw InvalidArgument(text(
-      "between two meetings ", called_, " differ from rank to rank: save at the end of an epoch, or ",
-      options_.parts == 1 && options_.overlap == 0 ? text("after a number of steps that ", options_.steps, " divides")
-                                                   : "after the optimizer's meet()"));
+  const auto left = options_.steps - since_ % options_.steps;
+  throw InvalidArgument(
+      text("between two meetings ", called_, " differ from rank to rank, and cannot be saved or evaluated: ",
+           parts_.size() == 1 && options_.overlap == 0 ? text("the next meeting is in ", left, " steps; ") : "",
+           "meet(), and the end of an epoch of fit, make one"));
 }
 
 void OuterStep::save(Archive& archive, const std::string& prefix) const {

@@ -273,11 +273,15 @@ void ReplicatedParameters::bind_first_copy(const at::Tensor& memory) {
 }
 
 void ReplicatedParameters::spread_first_copy() {
+  for (int replica = 0; replica < replicas(); ++replica) take_first_copy(replica);
+}
+
+void ReplicatedParameters::take_first_copy(int replica) {
   const at::NoGradGuard no_grad;
-  for (int copy = 1; copy < copies(); ++copy) {
-    for (const auto dtype : {at::kFloat, at::kDouble}) flat(copy, dtype).copy_(flat(0, dtype));
+  for (const auto dtype : {at::kFloat, at::kDouble}) {
+    if (replica > 0 && replica < copies()) flat(replica, dtype).copy_(flat(0, dtype));
   }
-  for (int replica = 0; replica < replicas(); ++replica) refresh(replica);
+  refresh(replica);
 }
 
 std::vector<gradient::Shard> ReplicatedParameters::trainable() const {

@@ -124,6 +124,9 @@ class ReplicatedParameters {
   // Gives the other replicas copy 0's values. Not while replicas run.
   void spread_first_copy();
 
+  // Gives this replica copy 0's values, which nobody writes meanwhile. By the replica's thread.
+  void take_first_copy(int replica);
+
   // Every trainable parameter whole.
   std::vector<gradient::Shard> trainable() const;
 

@@ -28,6 +28,10 @@ void check_diloco(const MultiWorkerMirroredOptions& options) {
   if (!options.diloco && options.workers_per_group > 1) refuse("workers_per_group is for `diloco`, which is not set");
   if (!options.diloco) return;
   gradient::check(*options.diloco);
+  if (options.communication.gradient_dtype && options.workers_per_group == 1)
+    refuse(
+        "communication.gradient_dtype: with `diloco` workers send no gradients; set diloco->dtype, or "
+        "workers_per_group");
   if (options.elastic) refuse("`diloco` is not for `elastic`: a worker's own progress would be lost with it");
   if (options.replace_differing_copies)
     refuse(

@@ -2,7 +2,7 @@
 // slow that gradients cannot be sent in each step.
 //
 //   lockstep::DistributedDataParallel ddp(net, ranks_of_my_site);  // where a site has several ranks
-//   lockstep::DiLoCo diloco(net->named_parameters(), one_rank_of_each_site, {.steps = 50});
+//   lockstep::DiLoCo diloco(net->named_parameters(), ranks_with_my_place_at_all_sites, {.steps = 50});  // on each rank
 //
 //   adam.step();
 //   diloco.step();  // every 50th meets the other sites

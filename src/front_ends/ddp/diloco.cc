@@ -48,8 +48,7 @@ class DiLoCo::Impl {
   Impl(const torch::OrderedDict<std::string, Tensor>& parameters, const Communicator& ranks,
        const DiLoCoOptions& options)
       : parameters_(parameters), trained_(checked(parameters, ranks, options)) {
-    const auto name = text("the parameters of DiLoCo ", ranks.group().next_number() + 1);
-    outer_.emplace(trained_.tensors, ranks, options, name);
+    outer_.emplace(trained_.tensors, ranks, options, "the parameters");
   }
 
   bool step() {

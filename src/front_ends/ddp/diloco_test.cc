@@ -246,7 +246,7 @@ TEST(DiLoCo, SavingBetweenMeetingsAndChangesOfTheTrainedAreRefused) {
   diloco.step();
   Archive archive;
   expect_says(message_of<InvalidArgument>([&] { diloco.trackable().save(archive, ""); }),
-              "or after a number of steps that 2 divides");
+              "the next meeting is in 1 steps; meet()");
   trainee.net->frozen.set_requires_grad(true);
   expect_says(message_of<InvalidArgument>([&] { diloco.step(); }), "\"frozen\" was frozen when this was made");
 }
