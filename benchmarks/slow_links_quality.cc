@@ -7,6 +7,7 @@
 
 #include "../examples/arguments.h"
 #include "gpt_layers.h"
+#include "models.h"
 
 namespace ls = lockstep;
 using at::Tensor;
@@ -105,8 +106,7 @@ double train_seed_program(const Options& options, const ls::MultiWorkerMirroredS
   const auto batch = static_cast<std::int64_t>(options.batch) * strategy.num_workers();
   auto [train, test] = ls::datasets::fashion_mnist();
   const auto scope = strategy.scope();
-  ls::Sequential model({ls::Conv2D(32, 3, {.activation = "relu"}), ls::MaxPooling2D(), ls::Flatten(),
-                        ls::Dense(64, {.activation = "relu"}), ls::Dense(10)});
+  auto model = benchmarks::make_work("seed_cnn", "sequential", 1).model;
   model.compile({.optimizer = ls::Adam(),
                  .loss = ls::SparseCategoricalCrossentropy({.from_logits = true}),
                  .metrics = {"accuracy"}});

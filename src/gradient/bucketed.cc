@@ -11,7 +11,7 @@
 namespace lockstep::gradient {
 namespace {
 
-// Where each replica has its values on its device, each updates its own.
+// Replicas that have their values on their devices each update their own.
 Ownership undivided(const ReplicatedParameters& parameters, int processes) {
   const int replicas = parameters.replicas();
   const bool on_devices = parameters.placement() == Placement::device;

@@ -128,7 +128,7 @@ void EightBitMean::exchange(const at::Tensor& values, bool gathers, const Group:
     return;
   }
 
-  const auto own = gathered_.narrow(0, own_.place, own_.bytes).clone();
+  const auto own = at::empty({own_.bytes}, gathered_.options());
   write_message(mean, residuals_.back(), own);
   run({Call::all_gather(buffer_of(own), buffer_of(gathered_), to_each)});
   for (const auto& range : ranges_) {

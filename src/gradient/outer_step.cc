@@ -49,8 +49,8 @@ OuterStep::OuterStep(const std::vector<at::Tensor>& parameters, Communicator ran
     const auto part =
         std::min<std::int64_t>(options_.parts - 1, before * options_.parts / std::max<std::int64_t>(1, all));
     auto& pieces = parts_[static_cast<std::size_t>(part)].pieces;
-    const auto begin = add_to(pieces, parameter);
-    places_.push_back({static_cast<std::size_t>(part), pieces.size() - 1, begin, parameter.numel()});
+    add_to(pieces, parameter);
+    places_.push_back({static_cast<std::size_t>(part), pieces.size() - 1, pieces.back().variables.size() - 1});
     before += parameter.numel();
   }
   for (auto& part : parts_) {
@@ -67,25 +67,30 @@ OuterStep::~OuterStep() {
   }
 }
 
-// Returns where the parameter begins in the last piece.
-std::int64_t OuterStep::add_to(std::vector<Piece>& pieces, const at::Tensor& parameter) {
+void OuterStep::add_to(std::vector<Piece>& pieces, const at::Tensor& parameter) {
   const auto fits = [&](const at::Tensor& first) {
     return first.scalar_type() == parameter.scalar_type() && first.device() == parameter.device();
   };
-  if (pieces.empty() || !fits(pieces.back().parameters[0])) pieces.emplace_back();
-  std::int64_t begin = 0;
-  for (const auto& each : pieces.back().parameters) begin += each.numel();
-  pieces.back().parameters.push_back(parameter);
-  return begin;
+  if (pieces.empty() || !fits(pieces.back().variables[0].value)) pieces.emplace_back();
+  pieces.back().variables.push_back({.value = parameter});
 }
 
 // Makes the piece's state, from its parameters' values.
 void OuterStep::complete(Piece& piece) const {
   std::vector<at::Tensor> flat;
-  for (const auto& parameter : piece.parameters) flat.push_back(parameter.detach().reshape({-1}));
+  for (const auto& variable : piece.variables) flat.push_back(variable.value.detach().reshape({-1}));
   piece.anchor = at::cat(flat);
   piece.delta = at::empty_like(piece.anchor);
   if (options_.momentum > 0) piece.velocity = at::zeros_like(piece.anchor);
+  std::int64_t begin = 0;
+  for (auto& variable : piece.variables) {
+    const auto& value = variable.value;
+    const auto view = [&](const at::Tensor& all) {
+      return all.defined() ? all.narrow(0, begin, value.numel()).view(value.sizes()) : all;
+    };
+    variable = {value, view(piece.anchor), view(piece.velocity), view(piece.delta)};
+    begin += value.numel();
+  }
   if (!options_.dtype || piece.anchor.scalar_type() != at::kFloat) return;
   if (options_.dtype == DType::int8) {
     piece.in_8_bits =
@@ -129,13 +134,7 @@ void OuterStep::meet() {
 void OuterStep::begin(Part& part) {
   const at::NoGradGuard no_grad;
   for (auto& piece : part.pieces) {
-    std::int64_t at = 0;
-    for (const auto& parameter : piece.parameters) {
-      const auto flat = parameter.reshape({-1});
-      auto delta = piece.delta.narrow(0, at, flat.numel());
-      at::sub_out(delta, piece.anchor.narrow(0, at, flat.numel()), flat);
-      at += flat.numel();
-    }
+    for (auto& variable : piece.variables) at::sub_out(variable.delta, variable.anchor, variable.value);
     if (piece.sent.defined()) piece.sent.copy_(piece.delta);
   }
   part.ends_at = since_ + options_.overlap;
@@ -168,38 +167,28 @@ void OuterStep::end(Part& part, double mixing) {
   if (part.work) part.work->wait();
   part.work.reset();
   for (auto& piece : part.pieces) {
-    move_anchor(piece, options_);
+    for (auto& variable : piece.variables) move_anchor(variable);
     set_values(piece, mixing);
   }
 }
 
-void OuterStep::move_anchor(Piece& piece, const DiLoCoOptions& options) {
-  std::int64_t at = 0;
-  for (const auto& parameter : piece.parameters) {
-    const auto part_of = [&](const at::Tensor& flat) { return flat.narrow(0, at, parameter.numel()); };
-    auto delta = part_of(piece.delta);
-    if (delta.any().item<bool>()) {
-      if (piece.velocity.defined()) {
-        auto velocity = part_of(piece.velocity);
-        velocity.mul_(options.momentum).add_(delta);
-        delta.add_(velocity, options.momentum);
-      }
-      part_of(piece.anchor).sub_(delta, options.learning_rate);
-    }
-    at += parameter.numel();
+void OuterStep::move_anchor(Variable& variable) const {
+  auto& delta = variable.delta;
+  if (!delta.any().item<bool>()) return;
+  if (variable.velocity.defined()) {
+    variable.velocity.mul_(options_.momentum).add_(delta);
+    delta.add_(variable.velocity, options_.momentum);
   }
+  variable.anchor.sub_(delta, options_.learning_rate);
 }
 
 // `mixing`: how much of this rank's own values stays.
 void OuterStep::set_values(Piece& piece, double mixing) {
-  std::int64_t at = 0;
-  for (auto& parameter : piece.parameters) {
-    const auto value = piece.anchor.narrow(0, at, parameter.numel()).view(parameter.sizes());
-    at += parameter.numel();
+  for (auto& variable : piece.variables) {
     if (mixing == 0) {
-      parameter.copy_(value);
+      variable.value.copy_(variable.anchor);
     } else {
-      parameter.mul_(mixing).add_(value, 1 - mixing);
+      variable.value.mul_(mixing).add_(variable.anchor, 1 - mixing);
     }
   }
 }
@@ -208,15 +197,10 @@ void OuterStep::begin_anew_from(std::size_t parameter) {
   const at::NoGradGuard no_grad;
   const auto& place = places_[parameter];
   auto& part = parts_[place.part];
-  auto& piece = part.pieces[place.piece];
+  auto& variable = part.pieces[place.piece].variables[place.variable];
   if (part.work) part.work->wait();  // its result is from another value
-  const auto range = [&](const at::Tensor& flat) { return flat.narrow(0, place.begin, place.numel); };
-  std::int64_t at = 0;
-  for (const auto& each : piece.parameters) {
-    if (at == place.begin) range(piece.anchor).copy_(each.detach().reshape({-1}));
-    at += each.numel();
-  }
-  range(piece.delta).zero_();
+  variable.anchor.copy_(variable.value);
+  variable.delta.zero_();
 }
 
 // --- the state in a file

@@ -61,9 +61,14 @@ class OuterStep {
   std::function<void()> load(const Archive& archive, const std::string& prefix);
 
  private:
-  // Consecutive parameters of one part, dtype and device, one after the other.
+  // A parameter, and its part of the state: views in its shape. `velocity` is undefined without momentum.
+  struct Variable {
+    at::Tensor value, anchor, velocity, delta;
+  };
+
+  // Consecutive parameters of one part, dtype and device, whose state lies one after the other.
   struct Piece {
-    std::vector<at::Tensor> parameters;
+    std::vector<Variable> variables;
     at::Tensor anchor, velocity, delta, sent;  // flat; velocity and sent are undefined where they are not used
     std::unique_ptr<EightBitMean> in_8_bits;
   };
@@ -75,18 +80,17 @@ class OuterStep {
     std::int64_t ends_at = 0;  // of the work: a number of steps since `meet`
   };
 
-  // Where the parameter with some number lies.
+  // The place of a parameter in parts_.
   struct Place {
-    std::size_t part, piece;
-    std::int64_t begin, numel;  // elements
+    std::size_t part, piece, variable;
   };
 
-  static std::int64_t add_to(std::vector<Piece>& pieces, const at::Tensor& parameter);
+  static void add_to(std::vector<Piece>& pieces, const at::Tensor& parameter);
   static void set_values(Piece& piece, double mixing);
   void complete(Piece& piece) const;
   void begin(Part& part);
   void end(Part& part, double mixing);
-  static void move_anchor(Piece& piece, const DiLoCoOptions& options);
+  void move_anchor(Variable& variable) const;
   std::vector<std::pair<std::string, at::Tensor>> shared() const;
   at::Tensor lost() const;
   at::Tensor lost_in(const Archive& archive, const std::string& prefix) const;

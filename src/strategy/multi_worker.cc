@@ -89,6 +89,10 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                    .lost_host = options.elastic ? bounds.lost_host_seconds : kLostHostSeconds},
       .worker_batch = options.elastic ? options.elastic->worker_batch : std::nullopt};
   settings.gradients.diloco = options.diloco;
+  if (!job && options.workers_per_group > 1) {
+    throw InvalidArgument(text("MultiWorkerMirroredStrategy: workers_per_group is ", options.workers_per_group,
+                               "; this worker is alone"));
+  }
   if (!job) return settings;
   settings.gradients = {.buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
                                     .first_bucket_bytes = bytes_of(communication.first_bucket_mb),

@@ -102,8 +102,7 @@ class MpiGroup final : public Wrapper {
     }
   }
 
-  // Where anything fails, the calls that MPI has begun are left alone. The control plane knows the failures that it
-  // found itself.
+  // A failure leaves the calls alone that MPI has begun. The control plane knows the failures that it found itself.
   template <class Start>
   void run_operation(Kind kind, std::span<const int> late, Deadline deadline, const Start& start) {
     try {

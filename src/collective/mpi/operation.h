@@ -48,7 +48,8 @@ class Operation {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
-  // Where MPI reads or writes these bytes; `updates`: both. `copy`: not in place, where another buffer overlaps them.
+  // Return the place at which MPI reads or writes these bytes; `updates`: both. `copy`: not in place, since another
+  // buffer overlaps them.
   const std::byte* reads(const std::byte* data, std::size_t bytes, bool copy = false);
   std::byte* writes(std::byte* data, std::size_t bytes);
   std::byte* updates(std::byte* data, std::size_t bytes);
