@@ -6,6 +6,7 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
+#include <barrier>
 #include <limits>
 
 #include "base/expect_says_testing.h"
@@ -80,6 +81,7 @@ class Loop {
     return at::cat(all);
   }
 
+  int replicas() const { return static_cast<int>(strategy_.devices().size()); }
   const ReplicatedOptimizer& optimizer() const { return optimizer_; }
   Trackable state() const { return optimizer_.trackable(); }
 
@@ -96,6 +98,13 @@ Tensor trained_on_cpu(const Optimizer& optimizer) {
   return loop.values();
 }
 
+void expect_all_are(Loop& loop, const Tensor& expected) {
+  for (int replica = 0; replica < loop.replicas(); ++replica) {
+    EXPECT_LT((loop.values(replica) - expected).abs().max().item<double>(), kLargestError);
+    EXPECT_TRUE(at::equal(loop.values(replica), loop.values()));
+  }
+}
+
 class GpuStrategies : public testing::TestWithParam<int> {
  protected:
   void SetUp() override { simulated_gpu_delay(50); }
@@ -106,12 +115,14 @@ class GpuStrategies : public testing::TestWithParam<int> {
   }
 };
 
+std::vector<Optimizer> optimizers() {
+  return {SGD({.learning_rate = 0.02, .momentum = 0.9}), Adam({.learning_rate = 0.01, .global_clipnorm = 0.3}),
+          AdamW({.learning_rate = 0.01, .weight_decay = 0.1, .clipvalue = 0.02}),
+          RMSprop({.learning_rate = 0.01, .clipnorm = 0.1})};
+}
+
 TEST_P(GpuStrategies, TrainAsOneCpuAndCopyNothingToTheHost) {
-  const std::vector<Optimizer> optimizers{SGD({.learning_rate = 0.02, .momentum = 0.9}),
-                                          Adam({.learning_rate = 0.01, .global_clipnorm = 0.3}),
-                                          AdamW({.learning_rate = 0.01, .weight_decay = 0.1, .clipvalue = 0.02}),
-                                          RMSprop({.learning_rate = 0.01, .clipnorm = 0.1})};
-  for (const auto& optimizer : optimizers) {
+  for (const auto& optimizer : optimizers()) {
     SCOPED_TRACE(optimizer.rule().name());
     const auto expected = trained_on_cpu(optimizer);
     Loop loop(mirrored(), optimizer);
@@ -121,10 +132,7 @@ TEST_P(GpuStrategies, TrainAsOneCpuAndCopyNothingToTheHost) {
     for (int step = 1; step < kLoopSteps; ++step) loop.step(examples(step));
     EXPECT_EQ(simulated_gpu_copies_to_host(), copies);
     EXPECT_GT(simulated_nccl_calls(), calls);
-    for (int replica = 0; replica < GetParam(); ++replica) {
-      EXPECT_LT((loop.values(replica) - expected).abs().max().item<double>(), kLargestError);
-      EXPECT_TRUE(at::equal(loop.values(replica), loop.values()));
-    }
+    expect_all_are(loop, expected);
   }
 }
 
@@ -213,34 +221,92 @@ TEST_P(GpuStrategies, WorkersTrainAsOneCpu) {
   const auto optimizer = Adam({.global_clipnorm = 0.3});
   const auto expected = trained_on_cpu(optimizer);
   const auto calls = simulated_nccl_calls();
-  for (const bool sharded : {false, true}) {
-    expect_no_errors(run_workers({.workers = 2,
-                                  .replicas = GetParam(),
-                                  .communication = {.implementation = sharded ? CommunicationImplementation::automatic
-                                                                              : CommunicationImplementation::nccl},
-                                  .shard_optimizer_state = sharded},
-                                 [&](const auto& strategy) {
-                                   Loop loop(strategy, optimizer);
-                                   loop.take_rows_from(strategy.worker_rank() * GetParam());
-                                   for (int step = 0; step < kLoopSteps; ++step) loop.step(examples(step));
-                                   for (int replica = 0; replica < GetParam(); ++replica) {
-                                     EXPECT_LT((loop.values(replica) - expected).abs().max().item<double>(),
-                                               kLargestError);
-                                   }
-                                 }));
-  }
+  expect_no_errors(run_workers(
+      {.workers = 2, .replicas = GetParam(), .communication = {.implementation = CommunicationImplementation::nccl}},
+      [&](const auto& strategy) {
+        Loop loop(strategy, optimizer);
+        loop.take_rows_from(strategy.worker_rank() * GetParam());
+        for (int step = 0; step < kLoopSteps; ++step) loop.step(examples(step));
+        expect_all_are(loop, expected);
+      }));
   EXPECT_GT(simulated_nccl_calls(), calls);
 }
 
-// float32, whose gradients are sent in 8 bits from GPU to GPU; and workers that train apart, in host memory.
+// Each GPU of all workers updates its own part of the parameters.
+TEST_P(GpuStrategies, WorkersWhoseStateIsShardedTrainAsOneCpuAndCopyNothingToTheHost) {
+  for (const auto& optimizer : optimizers()) {
+    SCOPED_TRACE(optimizer.rule().name());
+    const auto expected = trained_on_cpu(optimizer);
+    const std::int64_t undivided = Loop(OneDeviceStrategy("cpu:0", 1), optimizer).optimizer().state_bytes();
+    std::int64_t bytes_of_one = 0;
+    for (const int workers : {1, 2}) {
+      std::barrier together(workers);
+      expect_no_errors(run_workers({.workers = workers, .replicas = GetParam(), .shard_optimizer_state = true},
+                                   [&](const auto& strategy) {
+                                     Loop loop(strategy, optimizer);
+                                     loop.take_rows_from(strategy.worker_rank() * GetParam());
+                                     loop.step(examples(0));
+                                     together.arrive_and_wait();
+                                     const auto copies = simulated_gpu_copies_to_host();
+                                     together.arrive_and_wait();
+                                     for (int step = 1; step < kLoopSteps; ++step) loop.step(examples(step));
+                                     together.arrive_and_wait();
+                                     EXPECT_EQ(simulated_gpu_copies_to_host(), copies);
+                                     together.arrive_and_wait();
+                                     expect_all_are(loop, expected);
+                                     if (workers == 1) bytes_of_one = loop.optimizer().state_bytes();
+                                     EXPECT_LT(loop.optimizer().state_bytes(), workers == 1 ? undivided : bytes_of_one);
+                                   }));
+    }
+  }
+}
+
+TEST_P(GpuStrategies, AShardedStateIsRestoredByOtherNumbersOfWorkersAndOnTheCpu) {
+  const auto optimizer = Adam({.learning_rate = 0.01, .global_clipnorm = 0.3});
+  Archive archive;
+  const auto run_and = [&](int workers, const std::function<void(const MultiWorkerMirroredStrategy&, Loop&)>& act) {
+    expect_no_errors(run_workers({.workers = workers, .replicas = GetParam(), .shard_optimizer_state = true},
+                                 [&](const auto& strategy) {
+                                   Loop loop(strategy, optimizer);
+                                   loop.take_rows_from(strategy.worker_rank() * GetParam());
+                                   act(strategy, loop);
+                                 }));
+  };
+  run_and(2, [&](const auto& strategy, Loop& loop) {
+    for (int step = 0; step < 4; ++step) loop.step(examples(step));
+    Archive mine;
+    loop.state().save(mine, "optimizer");
+    if (strategy.is_chief()) archive = mine;
+  });
+  const auto go_on = [&](Loop& loop) {
+    for (int step = 0; step < 4; ++step) loop.step(examples(step));  // the values
+    loop.step(examples(10));
+    loop.step(examples(11));
+    loop.state().load(archive, "optimizer")();
+    EXPECT_EQ(loop.optimizer().iterations(), 4);
+    loop.step(examples(20));
+  };
+  Loop on_cpu(OneDeviceStrategy("cpu:0", 1), optimizer);
+  go_on(on_cpu);
+  for (const int workers : {1, 2}) {
+    run_and(workers, [&](const auto&, Loop& loop) {
+      go_on(loop);
+      expect_all_are(loop, on_cpu.values());
+    });
+  }
+}
+
+// float32, whose gradients are sent in 8 bits from GPU to GPU; and workers that train apart, in host memory or with one
+// GPU each.
 TEST_P(GpuStrategies, WorkersOverSlowLinksEndUpNearOneCpu) {
-  const auto train = [&](std::optional<DType> dtype, std::optional<DiLoCoOptions> diloco) {
+  const auto train = [&](std::optional<DType> dtype, std::optional<DiLoCoOptions> diloco, int workers = 2) {
+    const int replicas = 2 * GetParam() / workers;
     Collected<Tensor> values;
     expect_no_errors(run_workers(
-        {.workers = 2, .replicas = GetParam(), .communication = {.gradient_dtype = dtype}, .diloco = diloco},
+        {.workers = workers, .replicas = replicas, .communication = {.gradient_dtype = dtype}, .diloco = diloco},
         [&](const auto& strategy) {
           Loop loop(strategy, SGD({.learning_rate = 0.02}), at::kFloat);
-          loop.take_rows_from(strategy.worker_rank() * GetParam());
+          loop.take_rows_from(strategy.worker_rank() * replicas);
           for (int step = 0; step < kLoopSteps; ++step) loop.step(examples(step).to(at::kFloat));
           values.add(strategy, loop.values());
         }));
@@ -250,6 +316,9 @@ TEST_P(GpuStrategies, WorkersOverSlowLinksEndUpNearOneCpu) {
   const auto exact = train({}, {});
   EXPECT_LT((train(DType::int8, {}) - exact).abs().max().item<double>(), 1e-2);
   EXPECT_LT((train({}, local_sgd(1)) - exact).abs().max().item<double>(), 1e-1);
+  const auto calls = simulated_nccl_calls();
+  EXPECT_LT((train({}, local_sgd(1), 2 * GetParam()) - exact).abs().max().item<double>(), 1e-1);
+  EXPECT_GT(simulated_nccl_calls(), calls);
 }
 
 INSTANTIATE_TEST_SUITE_P(Replicas, GpuStrategies, testing::Values(2, 3));

@@ -294,8 +294,9 @@ TEST(WorkersApart, OptionsThatDoNotGoTogetherAreRefused) {
   expect_says(says({.diloco = DiLoCoOptions{.steps = 0}}), "DiLoCo: steps is 0");
   expect_says(says({.communication = {.gradient_dtype = DType::int8}, .diloco = diloco}), "workers send no gradients");
   expect_says(says({.replace_differing_copies = true, .diloco = diloco}), "not for replace_differing_copies");
-  expect_says(says({.communication = {.implementation = CommunicationImplementation::nccl}, .diloco = diloco}),
-              "implementation nccl is for gradients on GPUs");
+  expect_says(
+      says({.replicas = 2, .communication = {.implementation = CommunicationImplementation::nccl}, .diloco = diloco}),
+      "implementation nccl is for gradients on GPUs");
   const auto with_loss_scale = [](const MultiWorkerMirroredStrategy& strategy) {
     const auto scope = strategy.scope();
     make_model(at::kFloat, LossScaleOptimizer(adam()));

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "collective/calls.h"
 #include "lockstep/base/error.h"
@@ -15,7 +16,7 @@ namespace {
 Ownership undivided(const ReplicatedParameters& parameters, int processes) {
   const int replicas = parameters.replicas();
   const bool on_devices = parameters.placement() == Placement::device;
-  return {on_devices ? ShardMap::all_to(0, parameters.trainable(), replicas)
+  return {on_devices ? ShardMap::all_to_each(parameters.trainable(), replicas)
                      : ShardMap::even(parameters.trainable(), replicas),
           processes, on_devices ? Ownership::Writes::own_copy : Ownership::Writes::all_copies};
 }
@@ -62,10 +63,11 @@ void Bucketed::prepare() {
 // Each rank owns the range of each bucket whose means it gets.
 void Bucketed::divide() {
   const auto& trainable = ranks_[0]->trainable();
-  parameters_.move_first_copy(processes_);
+  const bool on_devices = parameters_.placement() == Placement::device;
+  if (!on_devices) parameters_.move_first_copy(processes_);
   scattered_ = ranks_[0]->buckets()->scattered();
   std::vector<OwnedRange> ranges;
-  ShardsOfRanks shards(static_cast<std::size_t>(processes_.size()));
+  ShardsOfRanks shards(static_cast<std::size_t>(ranks_[0]->ranks().size()));
   for (const auto& bucket : scattered_) {
     const auto& first = parameters_.slots()[trainable[bucket.first_slot]];
     ranges.push_back({first.dtype, first.offset, bucket.cut.counts});
@@ -73,6 +75,10 @@ void Bucketed::divide() {
       for (const auto& shard : bucket.cut.shards[rank])
         shards[rank].push_back({trainable[shard.slot], shard.begin, shard.count});
     }
+  }
+  if (on_devices) {
+    ownership_ = Ownership(processes_, shards, parameters_.replicas());
+    return;
   }
   ownership_ = Ownership(processes_, std::move(shards), parameters_.replicas(), Ownership::Writes::first_copy,
                          options_.hosts ? distance_of_copies(options_.hosts()) : 0, std::move(ranges));
@@ -135,6 +141,7 @@ void Bucketed::copy_sums() const {
 void Bucketed::publish(const Group& replicas, Deadline deadline) {
   if (!options_.shard_state) return;
   const int replica = replicas.rank();
+  if (ownership_.writes() == Ownership::Writes::own_copy) return gather_copy(replica);
   replicas.barrier(deadline);                                     // all shards of this process are updated
   const bool has_all = options_.hosts && processes_.size() <= 2;  // its own and the copies
   if (replica == 0 && !has_all)
@@ -147,6 +154,17 @@ void Bucketed::publish(const Group& replicas, Deadline deadline) {
       return parameters_.flat(copy, range.dtype).narrow(0, range.begin, range.count());
     };
     values(replica).copy_(values(0));
+  }
+}
+
+// Brings a replica that has its values on its GPU those of all ranks' shards.
+void Bucketed::gather_copy(int replica) const {
+  const auto& rank = rank_of(replica);
+  for (const auto& bucket : scattered_) {
+    const auto& first = parameters_.slots()[rank.trainable()[bucket.first_slot]];
+    const auto count = std::accumulate(bucket.cut.counts.begin(), bucket.cut.counts.end(), std::size_t{0});
+    const auto values = parameters_.flat(replica, first.dtype);
+    gather_in_place(rank.ranks(), values.narrow(0, first.offset, static_cast<std::int64_t>(count)), bucket.cut.counts);
   }
 }
 

@@ -45,7 +45,7 @@ struct ReplicaRanks {
 struct BucketedOptions {
   BucketOptions buckets;
   bool sum = false;                                      // updates use the sum over the processes instead of the mean
-  bool shard_state = false;                              // each process has state for its own shards alone
+  bool shard_state = false;                              // each rank has state for its own shards alone
   std::function<std::vector<std::string>()> hosts = {};  // of the processes, now, in an elastic job: [rank]; else null
   std::optional<ReplicaRanks> replicas = {};             // empty: each process is a rank
 };
@@ -72,6 +72,7 @@ class Bucketed final : public Reduction {
   BucketedRank& rank_of(int replica) const { return *ranks_[is_rank() ? 0 : static_cast<std::size_t>(replica)]; }
   void divide();
   void copy_sums() const;
+  void gather_copy(int replica) const;
 
   // Constant after construction.
   ReplicatedParameters& parameters_;
@@ -79,7 +80,8 @@ class Bucketed final : public Reduction {
   const BucketedOptions options_;
   std::vector<std::unique_ptr<BucketedRank>> ranks_;  // this process, or its replicas
 
-  std::vector<ScatteredBucket> scattered_;  // where the state is sharded; constant between calls of `prepare`
+  std::vector<ScatteredBucket>
+      scattered_;  // of the first rank; where the state is sharded; constant between calls of `prepare`
 };
 
 }  // namespace lockstep::gradient

@@ -144,7 +144,8 @@ void BucketedRank::reduce() {
   sums_ = {.weight = weights.total() / (sum_ ? std::max(1.0, weights.ranks_with_weight()) : 1),
            .divided_by = scale_ * who_.ranks.size(),
            .finite = !check_finite_ || buckets_->all_finite(),
-           .parts = {&part_, 1}};
+           .parts = {&part_, 1},
+           .owners = options_.scatter ? &who_.ranks : nullptr};
   for (const auto slot : trainable_)
     means_[slot] = buckets_->has_gradient(place(slot)) ? buckets_->mean(place(slot)) : at::Tensor();
 }

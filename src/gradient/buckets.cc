@@ -195,7 +195,7 @@ Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
   bucket.purpose = Purpose(text("bucket ", buckets_.size(), " (", *bucket.names, ") of ", name_));
   const auto options = at::TensorOptions(ops::scalar_type_of(dtype)).device(infos_[slots[0]].device);
   if (options.device().is_cuda()) {
-    bucket.memory = at::empty({elements + count}, options);
+    bucket.memory = at::zeros({elements + count}, options);  // as `allocate`: int8 rounds what is between slots, too
   } else {
     const auto memory = group_.allocate(static_cast<std::size_t>(elements + count) * size_of(dtype));
     bucket.memory = at::from_blob(

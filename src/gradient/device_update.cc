@@ -221,29 +221,27 @@ std::vector<double> DeviceUpdate::numbers(const UpdateStep& step) const {
   return numbers;
 }
 
-void DeviceUpdate::apply(const DeviceParameters& parameters, double divide_by,
-                         const std::vector<at::Tensor>& numbers) const {
+void DeviceUpdate::apply(const DeviceParameters& parameters, const std::vector<at::Tensor>& numbers) const {
   const at::NoGradGuard no_grad;
   auto of_rule = numbers.begin();
   if (decay() != 0) at::_foreach_mul_(parameters.values, *of_rule++);
-  rule_->update({parameters.values, scaled(parameters.gradients, divide_by), parameters.states},
-                {of_rule, numbers.end()});
+  rule_->update(parameters, {of_rule, numbers.end()});
 }
 
-// The gradients divided by divide_by, then clipped.
 std::vector<at::Tensor> DeviceUpdate::scaled(const std::vector<at::Tensor>& gradients, double divide_by) const {
-  const auto& options = optimizer_.options();
   auto result = divide_by == 1 ? gradients : at::_foreach_mul(gradients, 1 / divide_by);
-  if (options.clipvalue) {
-    result = at::_foreach_clamp_max(result, *options.clipvalue);
-    at::_foreach_clamp_min_(result, -*options.clipvalue);
-  } else if (options.clipnorm || options.global_clipnorm) {
-    auto norms = at::_foreach_norm(result);
-    if (options.global_clipnorm) norms.assign(norms.size(), at::linalg_vector_norm(at::stack(norms)));
-    const double bound = options.clipnorm.value_or(options.global_clipnorm.value_or(0));
-    for (std::size_t i = 0; i < result.size(); ++i) result[i] = result[i] * (bound / norms[i].clamp_min(bound));
+  if (const auto& bound = optimizer_.options().clipvalue) {
+    result = at::_foreach_clamp_max(result, *bound);
+    at::_foreach_clamp_min_(result, -*bound);
   }
   return result;
+}
+
+at::Tensor clip_factors(const Optimizer& optimizer, const at::Tensor& norms) {
+  const auto& options = optimizer.options();
+  const auto norm = options.global_clipnorm ? at::linalg_vector_norm(norms).expand_as(norms) : norms;
+  const double bound = options.clipnorm ? *options.clipnorm : *options.global_clipnorm;
+  return bound / norm.clamp_min(bound);
 }
 
 namespace {
@@ -322,7 +320,13 @@ void TracedUpdate::update(ops::StepTrace& trace, const at::Tensor& total_weight,
   std::vector<at::Tensor> changed = all.values, old;
   for (const auto& states : all.states) changed.insert(changed.end(), states.begin(), states.end());
   for (const auto& tensor : changed) old.push_back(tensor.clone());
-  rule.apply(all, 1, numbers);
+  all.gradients = rule.scaled(all.gradients, 1);
+  if (clips_by_norm(updater_.optimizer())) {
+    const auto factors = clip_factors(updater_.optimizer(), at::stack(at::_foreach_norm(all.gradients)));
+    for (std::size_t i = 0; i < all.gradients.size(); ++i)
+      all.gradients[i] = all.gradients[i] * factors[static_cast<std::int64_t>(i)];
+  }
+  rule.apply(all, numbers);
   const auto updates = total_weight > 0;
   for (std::size_t i = 0; i < changed.size(); ++i) keep_unless(updates, changed[i], old[i]);
 }

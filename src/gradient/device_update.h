@@ -25,16 +25,22 @@ class DeviceUpdate {
   // The numbers that change from step to step: what weight decay, if any, multiplies values by, then the rule's.
   std::vector<double> numbers(const UpdateStep& step) const;
 
-  // Updates the values with gradients / divide_by, as reduce_and_update does. `numbers`: scalars on the device.
-  void apply(const DeviceParameters& parameters, double divide_by, const std::vector<at::Tensor>& numbers) const;
+  // The gradients divided by divide_by, then clipped by value where the optimizer does so.
+  std::vector<at::Tensor> scaled(const std::vector<at::Tensor>& gradients, double divide_by) const;
+
+  // Updates the values with the gradients as they are. `numbers`: scalars on the device.
+  void apply(const DeviceParameters& parameters, const std::vector<at::Tensor>& numbers) const;
 
  private:
   double decay() const { return optimizer_.options().weight_decay.value_or(0); }
-  std::vector<at::Tensor> scaled(const std::vector<at::Tensor>& gradients, double divide_by) const;
 
   Optimizer optimizer_;
   std::unique_ptr<DeviceRule> rule_;
 };
+
+// Returns what an optimizer that clips by norms multiplies gradients by: bound / max(norm, bound). `norms`, and the
+// result: 1-D, of the whole gradients of a model's parameters.
+at::Tensor clip_factors(const Optimizer& optimizer, const at::Tensor& norms);
 
 // The update of a step that is traced for devices that run compiled programs, which have the optimizer's state as well.
 // One thread at a time.

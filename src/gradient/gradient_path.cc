@@ -35,10 +35,11 @@ const Communicator& ranks_of(const ReplicatedParameters& parameters, const Optim
 std::unique_ptr<gradient::Reduction> reduction_with_sharded_state(ReplicatedParameters& parameters,
                                                                   const Communicator& ranks,
                                                                   const gradient::GradientPathOptions& options) {
-  if (!options.buckets.gradient_dtype && !options.elastic) {
+  const bool in_host_memory = parameters.placement() != gradient::Placement::device;
+  if (in_host_memory && !options.buckets.gradient_dtype && !options.elastic) {
     if (auto mapped = gradient::Mapped::make(parameters, ranks)) return mapped;
   }
-  gradient::BucketedOptions bucketed{.buckets = options.buckets, .shard_state = true};
+  gradient::BucketedOptions bucketed{.buckets = options.buckets, .shard_state = true, .replicas = options.replicas};
   if (options.elastic) bucketed.hosts = options.elastic->hosts;
   return std::make_unique<gradient::Bucketed>(parameters, ranks, std::move(bucketed));
 }
@@ -61,8 +62,9 @@ std::unique_ptr<gradient::Reduction> reduction_for(ReplicatedParameters& paramet
           parameters, ranks,
           gradient::BucketedOptions{.buckets = {.gradient_dtype = own->gradient_dtype}, .sum = own->sum});
     }
-    if (options.shard_state) return reduction_with_sharded_state(parameters, ranks, options);
   }
+  if (options.shard_state && (ranks.size() > 1 || options.replicas || (options.elastic && !are_summed)))
+    return reduction_with_sharded_state(parameters, ranks, options);
   if (ranks.size() > 1 || options.replicas || (options.elastic && !are_summed)) {
     return std::make_unique<gradient::Bucketed>(
         parameters, ranks, gradient::BucketedOptions{.buckets = options.buckets, .replicas = options.replicas});

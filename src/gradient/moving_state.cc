@@ -52,13 +52,16 @@ std::int64_t newest_of_any(const std::vector<std::map<std::int64_t, int>>& all) 
   throw ClusterError("all workers that had the state of the training were lost before this one got it");
 }
 
+bool has(const Shard& owned, const Shard& part) {
+  return part.begin >= owned.begin && part.begin + part.count <= owned.begin + owned.count;
+}
+
 // Elements of state `index`, flat: a view of the values stored in `own` or `copies`. Throws Error where this process
 // has neither.
 at::Tensor state_in(const Updater::States& states, const Shard& part, std::size_t index) {
   for (const auto* const one : {&states.own, &states.copies}) {
     const auto owned = one->owned(part.slot);
-    if (part.begin < owned.begin || part.begin + part.count > owned.begin + owned.count) continue;
-    return one->state(part.slot, index).narrow(0, part.begin - owned.begin, part.count);
+    if (has(owned, part)) return one->state(part.slot, index).narrow(0, part.begin - owned.begin, part.count);
   }
   throw Error("elements of the optimizer's state that this process does not have");
 }
@@ -185,6 +188,11 @@ std::vector<at::Tensor> copies_of_state(const Communicator& ranks, const Updater
   // The moves to a rank come in the order of what it needs, so each shard is a number of consecutive moves.
   std::size_t shard = 0;
   std::int64_t left = 0;
+  const auto part_of_state = [&](const Shard& part) {
+    const auto owned = shard_of(updater.ownership().own().owned(), part.slot);
+    if (!has(owned, part)) return std::vector{state_in(states, part, index)};
+    return std::vector{updater.state(part.slot, index).view({-1}).narrow(0, part.begin - owned.begin, part.count)};
+  };
   const auto next_part_of_copies = [&](const Shard& part) {
     if (left == 0) {
       const auto& whole = needed[static_cast<std::size_t>(ranks.rank())][shard++];
@@ -195,9 +203,7 @@ std::vector<at::Tensor> copies_of_state(const Communicator& ranks, const Updater
     left -= part.count;
     return std::vector{place};
   };
-  carry_out(
-      moves_between(updater.ownership().held(), needed).moves, ranks,
-      [&](const Shard& part) { return std::vector{state_in(states, part, index)}; }, next_part_of_copies);
+  carry_out(moves_between(updater.ownership().held(), needed).moves, ranks, part_of_state, next_part_of_copies);
   return copies;
 }
 

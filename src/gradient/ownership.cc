@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "collective/calls.h"
+#include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/tensors.h"
 
@@ -102,6 +103,25 @@ ShardMap ShardMap::all_to(int owner, std::vector<Shard> owned, int owners) {
   return map;
 }
 
+ShardMap ShardMap::all_to_each(std::vector<Shard> owned, int owners) {
+  ShardMap map(std::move(owned), owners);
+  for (auto& share : map.shares_) share = map.owned_;
+  return map;
+}
+
+ShardMap::ShardMap(std::vector<std::vector<Shard>> shares) : shares_(std::move(shares)) {
+  std::map<std::size_t, Shard> by_slot;
+  for (const auto& share : shares_) {
+    for (const auto& shard : share) {
+      const auto [found, is_new] = by_slot.emplace(shard.slot, shard);
+      if (is_new) continue;
+      if (shard.begin != found->second.begin + found->second.count) throw Error("shares of a slot with a gap");
+      found->second.count += shard.count;
+    }
+  }
+  for (const auto& [slot, shard] : by_slot) owned_.push_back(shard);
+}
+
 ShardMap ShardMap::even(std::vector<Shard> owned, int owners) {
   ShardMap map(std::move(owned), owners);
   std::int64_t total = 0;
@@ -146,6 +166,17 @@ Ownership::Ownership(Communicator ranks, ShardsOfRanks shards, int replicas, Wri
   }
 }
 
+Ownership::Ownership(Communicator ranks, const ShardsOfRanks& shards, int replicas)
+    : ranks_(std::move(ranks)), writes_(Writes::own_copy) {
+  for (int rank = 0; rank < ranks_->size(); ++rank) {
+    const auto first = shards.begin() + static_cast<std::ptrdiff_t>(rank) * replicas;
+    ShardMap of_rank(ShardsOfRanks(first, first + replicas));
+    shards_.push_back(of_rank.owned());
+    if (rank == ranks_->rank()) own_ = std::move(of_rank);
+  }
+  held_ = shards_;
+}
+
 int Ownership::copied_rank() const {
   const int size = static_cast<int>(shards_.size());
   return (ranks_->rank() + size - distance_of_copies_) % size;
@@ -170,13 +201,10 @@ Counts Ownership::counts_of(std::size_t slot) const {
 
 at::Tensor Ownership::gather_slot(std::size_t slot, at::IntArrayRef sizes, const at::Tensor& own) const {
   if (!ranks_) return own;
-  const auto whole = ranks_->rank() == 0 ? at::empty(sizes, own.options()) : at::Tensor();
-  const auto dtype = ops::dtype_of(own.scalar_type());
-  const Buffer output{whole.defined() ? whole.data_ptr() : nullptr,
-                      whole.defined() ? static_cast<std::size_t>(whole.numel()) : 0, dtype};
-  ranks_->group().run(
-      Call::gather({own.data_ptr(), static_cast<std::size_t>(own.numel()), dtype}, output, /*root=*/0, counts_of(slot)),
-      ranks_->deadline());
+  const auto part = own.cpu();
+  const auto whole = ranks_->rank() == 0 ? at::empty(sizes, part.options()) : at::Tensor();
+  const auto output = whole.defined() ? buffer_of(whole) : Buffer{nullptr, 0, ops::dtype_of(part.scalar_type())};
+  ranks_->group().run(Call::gather(buffer_of(part), output, /*root=*/0, counts_of(slot)), ranks_->deadline());
   return whole;
 }
 
@@ -268,13 +296,13 @@ void carry_out(const std::vector<ShardMove>& moves, const Communicator& ranks, c
 }
 
 void gather_in_place(const Communicator& ranks, const at::Tensor& whole, const Counts& counts) {
-  const auto dtype = ops::dtype_of(whole.scalar_type());
   const auto own = collective::share_of(counts, 0, ranks.rank());
-  auto* const data = static_cast<std::byte*>(whole.data_ptr());
-  auto call = Call::all_gather({data + own.begin * size_of(dtype), own.count(), dtype},
-                               {data, static_cast<std::size_t>(whole.numel()), dtype}, counts);
+  auto part = buffer_of(whole);
+  part.data = static_cast<std::byte*>(part.data) + own.begin * size_of(part.dtype);
+  part.count = own.count();
+  auto call = Call::all_gather(part, buffer_of(whole), counts);
   call.purpose = ranks.purpose();
-  ranks.group().run(call, ranks.deadline());
+  ranks.group().run(on_stream_of(whole, call), ranks.deadline());
 }
 
 }  // namespace lockstep::gradient

@@ -85,6 +85,12 @@ class ShardMap {
   // All shards to one owner.
   static ShardMap all_to(int owner, std::vector<Shard> owned, int owners);
 
+  // All shards to each owner.
+  static ShardMap all_to_each(std::vector<Shard> owned, int owners);
+
+  // Shares that are given: of the elements of a slot, which lie in one piece, each has those after its predecessor's.
+  explicit ShardMap(std::vector<std::vector<Shard>> shares);
+
   // Ascending, at most one of a slot.
   const std::vector<Shard>& owned() const { return owned_; }
   const std::vector<std::vector<Shard>>& shares() const { return shares_; }  // [owner]
@@ -116,7 +122,7 @@ class Ownership {
   // The copies that an owner writes when it updates an element. Other copies get the values by Reduction::publish.
   enum class Writes {
     all_copies,    // of this process
-    own_copy,      // each replica of this process owns all elements of its own copy
+    own_copy,      // of the replica
     first_copy,    // of this process
     first_copies,  // of all ranks, in memory that they share
   };
@@ -129,6 +135,10 @@ class Ownership {
   // a copy of the state; 0: nobody does. `ranges`: what gather_values gathers.
   Ownership(Communicator ranks, ShardsOfRanks shards, int replicas, Writes writes, int distance_of_copies = 0,
             std::vector<OwnedRange> ranges = {});
+
+  // Each replica of each rank updates its own shards of its own copy: `shards[rank * replicas + replica]`, which lie in
+  // a slot in this order.
+  Ownership(Communicator ranks, const ShardsOfRanks& shards, int replicas);
 
   // The shards that this process owns, and those of another process that it updates by the same sums.
   const ShardMap& own() const { return own_; }
@@ -152,8 +162,8 @@ class Ownership {
   // Replaces each value by its sum over all owners, with the same bits on all. Called by all replicas.
   void sum_over_owners(std::span<double> values, const Group& replicas, Deadline deadline) const;
 
-  // Gathers a slot of shape `sizes` from all owners on rank 0; `own` is this process's shard. The result elsewhere is
-  // undefined, or `own`. Collective over the processes.
+  // Gathers a slot of shape `sizes` from all owners on rank 0, in host memory; `own` is this process's shard. The
+  // result elsewhere is undefined. Returns `own` where each process has all. Collective over the processes.
   at::Tensor gather_slot(std::size_t slot, at::IntArrayRef sizes, const at::Tensor& own) const;
 
   // Gathers the slot on all ranks, on the device of `own`. Requires is_sharded().

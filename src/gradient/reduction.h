@@ -39,6 +39,9 @@ struct Sums {
   // [part][slot]: contiguous tensors of a slot's elements, undefined where a part has no gradient. In the shards that
   // this process owns, or has copies of, the parts add up to the sum, in their order.
   std::span<const std::span<const at::Tensor>> parts;
+
+  // Where each replica updates its own shards of its own copy: the ranks that have the others, else null.
+  const Communicator* owners = nullptr;
 };
 
 // `replicas` is the Group of this process's replicas. Where a comment does not say otherwise, each replica's thread

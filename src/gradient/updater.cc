@@ -1,6 +1,6 @@
 #include "gradient/updater.h"
 
-#include <ATen/ops/full.h>
+#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cmath>
@@ -8,6 +8,7 @@
 
 #include "kernels/update.h"
 #include "lockstep/base/error.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "ops/tensors.h"
 
 namespace lockstep::gradient {
@@ -24,7 +25,7 @@ Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer opt
   if (parameters_->placement() != Placement::device) return;
   device_updates_.resize(static_cast<std::size_t>(parameters_->replicas()));
   for (int replica = 0; replica < parameters_->replicas(); ++replica) {
-    if (replica > 0) other_states_.emplace_back(*parameters_, optimizer_, ownership_.own(), replica);
+    if (replica > 0) other_states_.emplace_back(*parameters_, optimizer_, shards_of(replica), replica);
     for (const auto dtype : {at::kFloat, at::kDouble}) {
       const auto flat = parameters_->flat(replica, dtype);
       if (flat.numel() == 0) continue;
@@ -37,8 +38,22 @@ Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer opt
 }
 
 Updater::States Updater::initial_states() const {
-  return {ShardState(*parameters_, optimizer_, ownership_.own()),
+  return {ShardState(*parameters_, optimizer_, shards_of(0)),
           ShardState(*parameters_, optimizer_, ownership_.copies())};
+}
+
+// Returns the shards whose state the replica has. In host memory the replicas share that of all that this process owns.
+ShardMap Updater::shards_of(int replica) const {
+  if (parameters_->placement() != Placement::device) return ownership_.own();
+  return ShardMap::all_to(0, ownership_.own().of(replica), 1);
+}
+
+std::uint64_t Updater::hash() const {
+  auto hash = states_.own.hash();
+  if (ownership_.is_sharded()) {
+    for (const auto& other : other_states_) hash = mix(hash, other.hash());
+  }
+  return hash;
 }
 
 Updater::States Updater::exchange_states(States states) {
@@ -49,6 +64,7 @@ Updater::States Updater::exchange_states(States states) {
 }
 
 void Updater::spread_state() {
+  if (ownership_.is_sharded()) return;
   for (auto& other : other_states_) other.copy_from(states_.own);
 }
 
@@ -72,7 +88,7 @@ UpdateStep Updater::step_after(std::int64_t ahead) const {
 
 // A norm needs all gradients before the first update: one pass sums and squares, a second pass updates.
 void Updater::update(const Sums& sums, double divide_by, const Group& replicas, Deadline deadline) {
-  if (!device_updates_.empty()) return update_on_device(replicas.rank(), sums, divide_by);
+  if (!device_updates_.empty()) return update_on_device(replicas.rank(), sums, divide_by, deadline);
   Prepared prepared{.sums = sums, .divide_by = divide_by};
   if (clips_by_norm(optimizer_)) sum_and_square(prepared, replicas, deadline);
   const bool writes = replicas.rank() == 0;
@@ -148,22 +164,69 @@ std::span<const at::Tensor> Updater::written(at::ScalarType dtype) const {
   throw Error("an unknown kind of copies");
 }
 
-void Updater::update_on_device(int replica, const Sums& sums, double divide_by) {
+void Updater::update_on_device(int replica, const Sums& sums, double divide_by, Deadline deadline) {
+  const at::NoGradGuard no_grad;
   if (replica > 0) put_numbers(replica);
-  const auto& states = replica == 0 ? states_.own : other_states_[static_cast<std::size_t>(replica) - 1];
-  for (auto& [dtype, on_device] : device_updates_[static_cast<std::size_t>(replica)]) {
-    DeviceParameters parameters;
+  const auto& states = state_of(replica);
+  std::map<at::ScalarType, ShardsOnDevice> all;
+  for (const auto& shard : states.shards().owned()) {
+    const auto& sum = sums.parts[0][shard.slot];  // the only part
+    if (!sum.defined()) continue;
+    const auto& slot = parameters_->slots()[shard.slot];
+    const auto& parameter = parameters_->parameter(replica, shard.slot);
+    const bool is_whole = shard.count == slot.numel;
+    const auto own = [&](const at::Tensor& of) {
+      return is_whole ? of.view(slot.sizes) : of.view({-1}).narrow(0, shard.begin, shard.count);
+    };
+    auto& [slots, parameters] = all[slot.dtype];
+    slots.push_back(shard.slot);
+    parameters.values.push_back(own(parameter.detach()));
+    parameters.gradients.push_back(own(sum).to(parameter.device()));
     parameters.states.resize(states.states());
-    for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {
-      const auto& sum = sums.parts[0][i];  // the only part
-      if (parameters_->slots()[i].dtype != dtype || !sum.defined()) continue;
-      const auto& parameter = parameters_->parameter(replica, i);
-      parameters.values.push_back(parameter.detach());
-      parameters.gradients.push_back(sum.view(parameter.sizes()).to(parameter.device()));
-      for (std::size_t k = 0; k < parameters.states.size(); ++k)
-        parameters.states[k].push_back(states.state(i, k).view(parameter.sizes()));
+    for (std::size_t k = 0; k < parameters.states.size(); ++k) {
+      const auto state = states.state(shard.slot, k);
+      parameters.states[k].push_back(is_whole ? state.view(slot.sizes) : state);
     }
-    if (!parameters.values.empty()) on_device.update.apply(parameters, divide_by, on_device.numbers);
+  }
+  auto& updates = device_updates_[static_cast<std::size_t>(replica)];
+  for (auto& [dtype, shards] : all)
+    shards.parameters.gradients = updates.at(dtype).update.scaled(shards.parameters.gradients, divide_by);
+  if (clips_by_norm(optimizer_)) clip_on_device(replica, sums, all, deadline);
+  for (const auto& [dtype, shards] : all) updates.at(dtype).update.apply(shards.parameters, updates.at(dtype).numbers);
+}
+
+// Norms of all slots that anybody has a gradient of, in the same order on all owners.
+void Updater::clip_on_device(int replica, const Sums& sums, std::map<at::ScalarType, ShardsOnDevice>& all,
+                             Deadline deadline) const {
+  std::vector<std::size_t> place(parameters_->slots().size());  // [slot]: among those with a gradient
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < place.size(); ++i) {
+    place[i] = count;
+    count += sums.parts[0][i].defined() ? 1 : 0;
+  }
+  const auto device = parameters_->parameter(replica, 0).device();
+  const bool in_double = all.contains(at::kDouble) || sums.owners != nullptr;
+  const auto options = at::TensorOptions(device).dtype(in_double ? at::kDouble : at::kFloat);
+  std::vector<at::Tensor> norms(count);
+  for (const auto& [dtype, shards] : all) {
+    const auto of_shards = at::_foreach_norm(shards.parameters.gradients);
+    const auto as_wanted = at::stack(of_shards).to(options.dtype()).unbind();
+    for (std::size_t i = 0; i < of_shards.size(); ++i) norms[place[shards.slots[i]]] = as_wanted[i];
+  }
+  const auto nothing = at::zeros({}, options);
+  for (auto& norm : norms) {
+    if (!norm.defined()) norm = nothing;
+  }
+  auto whole = at::stack(norms);
+  if (sums.owners != nullptr) {
+    whole.square_();
+    all_reduce(sums.owners->group(), whole, ReduceOp::sum, deadline);
+    whole.sqrt_();
+  }
+  const auto factors = clip_factors(optimizer_, whole).unbind();
+  for (auto& [dtype, shards] : all) {
+    for (std::size_t i = 0; i < shards.slots.size(); ++i)
+      shards.parameters.gradients[i] = shards.parameters.gradients[i] * factors[place[shards.slots[i]]];
   }
 }
 
@@ -204,7 +267,12 @@ void Updater::set_learning_rate(double rate) { rate_override_ = LearningRate(rat
 
 at::Tensor Updater::state(std::size_t slot, std::size_t index) const {
   const auto& info = parameters_->slots()[slot];
-  const auto own = states_.own.state(slot, index);
+  auto own = states_.own.state(slot, index);
+  if (ownership_.is_sharded() && !other_states_.empty()) {
+    std::vector<at::Tensor> parts{own.cpu()};
+    for (const auto& other : other_states_) parts.push_back(other.state(slot, index).cpu());
+    own = at::cat(parts);
+  }
   return own.numel() == info.numel ? own.view(info.sizes) : own;
 }
 
@@ -216,11 +284,13 @@ std::vector<std::pair<at::Tensor, at::Tensor>> Updater::parts_of(std::size_t slo
                                                                  const at::Tensor& whole) const {
   std::vector<std::pair<at::Tensor, at::Tensor>> parts;
   const auto flat = whole.reshape({-1});
-  for (const auto* const states : {&states_.own, &states_.copies}) {
-    const auto shard = states->owned(slot);
-    if (shard.count > 0) parts.emplace_back(states->state(slot, index), flat.narrow(0, shard.begin, shard.count));
-  }
-  for (const auto& other : other_states_) parts.emplace_back(other.state(slot, index), flat);
+  const auto add = [&](const ShardState& states) {
+    const auto shard = states.owned(slot);
+    if (shard.count > 0) parts.emplace_back(states.state(slot, index), flat.narrow(0, shard.begin, shard.count));
+  };
+  add(states_.own);
+  add(states_.copies);
+  for (const auto& other : other_states_) add(other);
   return parts;
 }
 

@@ -117,8 +117,9 @@ class Updater {
   std::optional<double> learning_rate_override() const { return rate_override_; }
   void restore_learning_rate(std::optional<double> override_rate) { rate_override_ = override_rate; }
 
-  // State `index` (of the rule's states()) of this process's shard of the parameter: a view of the stored values. It
-  // has the parameter's shape where the whole parameter is owned, else it is flat.
+  // State `index` (of the rule's states()) of this process's shard of the parameter, in the parameter's shape where the
+  // whole parameter is owned, else flat. A view of the stored values; where replicas have their own shards, a copy in
+  // host memory.
   at::Tensor state(std::size_t slot, std::size_t index) const;
 
   // Returns pairs: copying each second to its first gives this process its part of `whole`, state `index` of the slot,
@@ -143,12 +144,12 @@ class Updater {
   const States& states() const { return states_; }
   States exchange_states(States states);
 
-  // Gives the other replicas the state of replica 0, where each has its own.
+  // Gives the other replicas the state of replica 0, where each has its own of all elements.
   void spread_state();
 
   // Compares hashes. True before the first remember_state, and after set_iterations.
-  void remember_state() { remembered_ = states_.own.hash(); }
-  bool state_is_as_remembered() const { return !remembered_ || *remembered_ == states_.own.hash(); }
+  void remember_state() { remembered_ = hash(); }
+  bool state_is_as_remembered() const { return !remembered_ || *remembered_ == hash(); }
 
  private:
   // Constant while replicas update.
@@ -159,9 +160,22 @@ class Updater {
     double all_squares = 0;       // their sum over the model
   };
 
+  // One replica's shards of the parameters of a dtype, and the numbers of their slots.
+  struct ShardsOnDevice {
+    std::vector<std::size_t> slots;
+    DeviceParameters parameters;
+  };
+
   double learning_rate_after(std::int64_t ahead) const;
   void put_numbers(int replica);
-  void update_on_device(int replica, const Sums& sums, double divide_by);
+  void update_on_device(int replica, const Sums& sums, double divide_by, Deadline deadline);
+  void clip_on_device(int replica, const Sums& sums, std::map<at::ScalarType, ShardsOnDevice>& all,
+                      Deadline deadline) const;
+  ShardMap shards_of(int replica) const;
+  const ShardState& state_of(int replica) const {
+    return replica == 0 ? states_.own : other_states_[static_cast<std::size_t>(replica) - 1];
+  }
+  std::uint64_t hash() const;
   void sum_and_square(Prepared& prepared, const Group& replicas, Deadline deadline);
   void update_shards(int replica, const Prepared& prepared);
   std::span<const at::Tensor> written(at::ScalarType dtype) const;

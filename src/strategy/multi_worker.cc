@@ -17,14 +17,6 @@ void check_diloco(const MultiWorkerMirroredOptions& options) {
   require(options.workers_per_group >= 1, "MultiWorkerMirroredStrategy: workers_per_group", options.workers_per_group,
           "1 or more");
   const auto refuse = [](const char* what) { throw InvalidArgument(text("MultiWorkerMirroredStrategy: ", what)); };
-  const auto is_cpu = [](const auto& device) { return device.starts_with("cpu"); };
-  const bool through_host =
-      options.shard_optimizer_state || options.diloco || std::ranges::any_of(options.devices, is_cpu);
-  if (options.communication.implementation == Implementation::nccl && through_host) {
-    refuse(
-        "communication.implementation nccl is for gradients on GPUs; on CPUs, and with shard_optimizer_state or "
-        "`diloco`, they are in host memory");
-  }
   if (!options.diloco && options.workers_per_group > 1) refuse("workers_per_group is for `diloco`, which is not set");
   if (!options.diloco) return;
   gradient::check(*options.diloco);
@@ -38,6 +30,19 @@ void check_diloco(const MultiWorkerMirroredOptions& options) {
         "`diloco` is not for replace_differing_copies: those of one group would get other values than those of others");
   if (options.shard_optimizer_state)
     refuse("`diloco` is not for shard_optimizer_state: each worker needs all its state");
+}
+
+// As StrategyImpl::placement.
+void check_nccl(const MultiWorkerMirroredOptions& options, const std::vector<std::string>& devices) {
+  const auto is_cpu = [](const auto& device) { return device.starts_with("cpu"); };
+  const bool are_several = devices.size() > 1;
+  const bool through_host = std::ranges::any_of(devices, is_cpu) || (options.diloco && are_several) ||
+                            (options.elastic && (are_several || options.shard_optimizer_state));
+  if (options.communication.implementation != Implementation::nccl || !through_host) return;
+  throw InvalidArgument(
+      "MultiWorkerMirroredStrategy: communication.implementation nccl is for gradients on GPUs; they are in host "
+      "memory on CPUs, with `diloco` and several GPUs a worker, and with `elastic` and either several GPUs a worker or "
+      "shard_optimizer_state");
 }
 
 strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
@@ -88,7 +93,9 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                    .regroup = bounds.regroup_seconds,
                    .lost_host = options.elastic ? bounds.lost_host_seconds : kLostHostSeconds},
       .worker_batch = options.elastic ? options.elastic->worker_batch : std::nullopt};
+  check_nccl(options, settings.devices);
   settings.gradients.diloco = options.diloco;
+  settings.gradients.shard_state = options.shard_optimizer_state;
   if (!job && options.workers_per_group > 1) {
     throw InvalidArgument(text("MultiWorkerMirroredStrategy: workers_per_group is ", options.workers_per_group,
                                "; this worker is alone"));

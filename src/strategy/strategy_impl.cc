@@ -91,9 +91,10 @@ gradient::Placement StrategyImpl::placement() const {
   if (std::ranges::all_of(devices, [](auto device) { return device.is_cpu(); })) return settings_.placement;
   const bool sum_on_gpus = settings_.gpu_backend && settings_.placement == gradient::Placement::mirrored &&
                            std::ranges::all_of(devices, [](auto device) { return device.is_cuda(); });
-  const bool in_host_memory = kind().needs_host_values() || topology().is_split || settings_.gradients.shard_state ||
-                              settings_.gradients.diloco ||
-                              (replicas_.count() > 1 && (!sum_on_gpus || workers_.is_elastic()));
+  const bool are_several = replicas_.count() > 1;
+  const bool in_host_memory = kind().needs_host_values() || topology().is_split ||
+                              (workers_.is_elastic() && (are_several || settings_.gradients.shard_state)) ||
+                              (are_several && (!sum_on_gpus || settings_.gradients.diloco));
   return in_host_memory ? gradient::Placement::staged : gradient::Placement::device;
 }
 

@@ -99,7 +99,7 @@ class ReplicatedOptimizer {
   void meet() const;
 
   std::int64_t iterations() const;            // updates so far
-  std::int64_t state_bytes() const;           // memory of the optimizer's state in this process
+  std::int64_t state_bytes() const;           // memory of the optimizer's state in this process, or on its first GPU
   double learning_rate() const;               // of the next update
   double loss_scale() const;                  // of the next update; 1 without a LossScaleOptimizer
   void set_learning_rate(double rate) const;  // from now on, in place of the optimizer's own
