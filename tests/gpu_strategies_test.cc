@@ -6,6 +6,7 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
+#include <atomic>
 #include <barrier>
 #include <limits>
 
@@ -181,6 +182,45 @@ TEST_P(GpuStrategies, GradientsThatAreNotFiniteChangeNothingButTheScale) {
   EXPECT_EQ(loop.optimizer().loss_scale(), 32);
   loop.step(examples(2));
   EXPECT_FALSE(at::equal(loop.values(), before));
+}
+
+// Descends by half the gradient. The device rule throws on one GPU when it is told to.
+struct HalfRule final : SpanRule<HalfRule> {
+  std::string name() const override { return "half"; }
+  std::vector<StateSpec> states() const override { return {}; }
+  template <class T>
+  void apply(const UpdateStep&, std::span<T> value, std::span<const T> gradient, std::span<T* const>) const {
+    for (std::size_t i = 0; i < value.size(); ++i) value[i] -= gradient[i] / 2;
+  }
+};
+
+struct HalfOnDevice final : DeviceRule {
+  HalfOnDevice(at::Device its_device, const std::atomic<bool>& is_full) : device(its_device), full(is_full) {}
+  std::vector<double> numbers(const UpdateStep&) const override { return {}; }
+  void update(const DeviceParameters& all, const std::vector<Tensor>&) override {
+    if (full && device.index() == 1) throw InvalidArgument("out of memory, as asked for");
+    for (std::size_t i = 0; i < all.values.size(); ++i) all.values[i].sub_(all.gradients[i] / 2);
+  }
+  const at::Device device;
+  const std::atomic<bool>& full;
+};
+
+TEST_P(GpuStrategies, AnUpdateThatBrokeOffOnOneGpuIsToldUntilAStateIsLoaded) {
+  static std::atomic<bool> full = false;
+  register_device_rule<HalfRule>([](const HalfRule&, const at::TensorOptions& options) {
+    return std::make_unique<HalfOnDevice>(options.device(), full);
+  });
+  Loop loop(mirrored(), Optimizer(std::make_shared<HalfRule>(), {}));
+  loop.step(examples(0));
+  Archive archive;
+  loop.state().save(archive, "optimizer");
+  full = true;
+  expect_says(message_of([&] { loop.step(examples(1)); }), "out of memory, as asked for");
+  full = false;
+  expect_says(message_of([&] { loop.step(examples(2)); }), "an earlier update broke off");
+  expect_says(message_of([&] { loop.step(examples(2)); }), "load both from a checkpoint");
+  loop.state().load(archive, "optimizer")();
+  loop.step(examples(3));
 }
 
 TEST_P(GpuStrategies, SavedStateIsRestoredOnAllReplicasAndOnTheCpu) {

@@ -69,6 +69,11 @@ void Updater::spread_state() {
 }
 
 void Updater::begin_step() {
+  if (broke_off_) {
+    throw Error(
+        "an earlier update broke off with an error, so variables and the optimizer's state may be of two steps: load "
+        "both from a checkpoint");
+  }
   prepared_.reset();
   step_ = step_after(0);
   if (!device_updates_.empty()) put_numbers(0);
@@ -192,7 +197,13 @@ void Updater::update_on_device(int replica, const Sums& sums, double divide_by, 
   for (auto& [dtype, shards] : all)
     shards.parameters.gradients = updates.at(dtype).update.scaled(shards.parameters.gradients, divide_by);
   if (clips_by_norm(optimizer_)) clip_on_device(replica, sums, all, deadline);
-  for (const auto& [dtype, shards] : all) updates.at(dtype).update.apply(shards.parameters, updates.at(dtype).numbers);
+  try {
+    for (const auto& [dtype, shards] : all)
+      updates.at(dtype).update.apply(shards.parameters, updates.at(dtype).numbers);
+  } catch (...) {  // such as a lack of memory on one GPU, while others have made their updates
+    broke_off_ = true;
+    throw;
+  }
 }
 
 // Norms of all slots that anybody has a gradient of, in the same order on all owners.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -78,8 +79,10 @@ class Updater {
   // The number and the learning rate of the update that comes after `ahead` others.
   UpdateStep step_after(std::int64_t ahead) const;
 
-  // Sets the learning rate of the next update. Called by one replica, before the barrier that precedes `update`.
+  // Sets the learning rate of the next update. Called by one replica, before the barrier that precedes `update`. Throws
+  // Error after an update that broke off, until a whole state is loaded.
   void begin_step();
+  void tell_restored() { broke_off_ = false; }
 
   // Divides the sums by `divide_by`, clips them, and updates this replica's shards in the copies that an owner writes,
   // after a barrier of those that commit. Throws what the Groups throw.
@@ -205,6 +208,7 @@ class Updater {
   std::vector<ShardState> other_states_;                            // of replicas 1, 2, ...
 
   std::optional<std::uint64_t> remembered_;
+  std::atomic<bool> broke_off_ = false;  // an update on a device: values and state may be of two steps
   std::int64_t iterations_ = 0;
   LossScale loss_scale_;
   std::optional<double> rate_override_;
