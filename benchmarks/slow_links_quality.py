@@ -1,9 +1,9 @@
 """Losses and accuracies of training over slow links: a table of ways to meet, and a closing line of JSON.
 
-    benchmarks/slow_links_quality.py [--steps 1000] [--seeds 3] [--task gpt|seed]     (an hour on two cores)
+    benchmarks/slow_links_quality.py [--steps 7500] [--first 3000] [--seeds 3] [--task gpt|seed]    (three hours on two cores)
 
-A small GPT learns the bytes of this project's sources: the loss on a tenth that it has not seen, at equal tokens. All
-ways begin with the weights of as many steps in which gradients were summed, as in DiLoCo's paper. The seed program learns Fashion-MNIST for five epochs: the mean accuracy over the seeds.
+A small GPT learns the bytes of this project's sources: the loss on a tenth that it has not seen, at equal tokens. All ways begin with the weights of the first
+steps, in which two workers summed gradients, as in DiLoCo's paper. The seed program learns Fashion-MNIST for five epochs: the mean accuracy over the seeds.
 """
 import argparse
 import json
@@ -36,7 +36,8 @@ def value(workers, *options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=7500)
+    parser.add_argument("--first", type=int, default=3000)
     parser.add_argument("--task", choices=("gpt", "seed"))
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
@@ -47,11 +48,13 @@ def main():
         found.append({"task": task, "workers": workers, "way": way, "value": measured})
         print(f"{task}, {workers} workers, {way:28} {measured:8.4f}  {relative}", flush=True)
 
+    begun = f"{folder}/begun"
+    if args.task != "seed":
+        value(2, "--task", "gpt", "--steps", str(args.first), "--to", begun, *texts)
     for workers in () if args.task == "seed" else (2, 4):
-        first, begun = None, f"{folder}/begun_with_{workers}"
-        value(workers, "--task", "gpt", "--steps", str(args.steps), "--to", begun, *texts)
+        first, batch = None, str(32 // workers)
         for way, options in GPT.items():
-            loss = value(workers, "--task", "gpt", "--steps", str(args.steps), "--from", begun, *options, *texts)
+            loss = value(workers, "--task", "gpt", "--batch", batch, "--steps", str(args.steps), "--from", begun, *options, *texts)
             first = first or loss
             tell("small GPT", workers, way, loss, f"{100 * (loss / first - 1):+.2f}%")
     for workers in () if args.task == "gpt" else (2, 4):
