@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -11,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda_driver.h"
 #include "device_memory.h"
 #include "stream.h"
 
@@ -39,17 +39,33 @@ constexpr std::array kErrors{
     Error{kNotSupported, "cudaErrorNotSupported", "operation not supported"},
 };
 
-thread_local int current_device = 0;
+thread_local int chosen_device = 0;  // is current while the thread has no context
 thread_local int last_error = kSuccess;
 
 int fail(int error) { return last_error = error; }
 
 int gpus() {
-  static const int count = [] {
-    const char* const given = std::getenv("LOCKSTEP_SIMULATED_GPUS");
-    return given == nullptr ? 0 : std::atoi(given);
-  }();
+  int count = 0;
+  cuDeviceGetCount(&count);
   return count;
+}
+
+int current_device() {
+  int device = 0;
+  return cuCtxGetDevice(&device) == kSuccess ? device : chosen_device;
+}
+
+// From here on the thread has a context of the device, which it makes where there is none.
+void make_context_current(int device) {
+  CUcontext context = nullptr;
+  cuDevicePrimaryCtxRetain(&context, device);
+  cuCtxSetCurrent(context);
+}
+
+// Most functions of CUDA begin with this, even those that only need an event.
+void need_context() {
+  int device = 0;
+  if (cuCtxGetDevice(&device) != kSuccess) make_context_current(chosen_device);
 }
 
 const Error* find_error(int code) {
@@ -67,13 +83,13 @@ class Runtime {
   }
 
   cudaStream_t make_stream() {
-    auto stream = std::make_shared<Stream>(current_device);
+    auto stream = std::make_shared<Stream>(current_device());
     const std::lock_guard lock(mutex_);
     return streams_.emplace(stream.get(), stream).first->first;
   }
 
   cudaEvent_t make_event() {
-    auto event = std::make_shared<Event>(current_device);
+    auto event = std::make_shared<Event>(current_device());
     const std::lock_guard lock(mutex_);
     return events_.emplace(event.get(), event).first->first;
   }
@@ -81,7 +97,7 @@ class Runtime {
   // Returns null for a handle that is none. Null is the handle of the current device's default stream.
   std::shared_ptr<Stream> stream(cudaStream_t handle) {
     const std::lock_guard lock(mutex_);
-    if (handle == nullptr) return default_stream(current_device);
+    if (handle == nullptr) return default_stream(current_device());
     const auto found = streams_.find(handle);
     return found == streams_.end() ? nullptr : found->second;
   }
@@ -138,6 +154,7 @@ template <class Act>
 int with_stream(cudaStream_t handle, const Act& act) {
   if (in_stream()) return fail(kNotPermitted);
   if (gpus() == 0) return fail(kNoDevice);
+  need_context();
   const auto stream = Runtime::get().stream(handle);
   return stream ? act(*stream) : fail(kInvalidResourceHandle);
 }
@@ -145,6 +162,7 @@ int with_stream(cudaStream_t handle, const Act& act) {
 template <class Act>
 int with_event(cudaEvent_t handle, const Act& act) {
   if (in_stream()) return fail(kNotPermitted);
+  need_context();
   const auto event = Runtime::get().event(handle);
   return event ? act(*event) : fail(kInvalidResourceHandle);
 }
@@ -191,14 +209,15 @@ int cudaGetDeviceCount(int* count) {
 
 int cudaGetDevice(int* device) {
   if (device == nullptr) return fail(kInvalidValue);
-  *device = current_device;
+  *device = current_device();
   return gpus() == 0 ? fail(kNoDevice) : kSuccess;
 }
 
 int cudaSetDevice(int device) {
   if (gpus() == 0) return fail(kNoDevice);
   if (device < 0 || device >= gpus()) return fail(kInvalidDevice);
-  current_device = device;
+  chosen_device = device;
+  make_context_current(device);
   return kSuccess;
 }
 
@@ -213,13 +232,15 @@ int cudaDeviceGetPCIBusId(char* name, int length, int device) {
 int cudaDeviceSynchronize() {
   if (in_stream()) return fail(kNotPermitted);
   if (gpus() == 0) return fail(kNoDevice);
-  Runtime::get().synchronize(current_device);
+  need_context();
+  Runtime::get().synchronize(current_device());
   return kSuccess;
 }
 
 int cudaMalloc(void** memory, size_t bytes) {
   if (gpus() == 0) return fail(kNoDevice);
   if (memory == nullptr) return fail(kInvalidValue);
+  need_context();
   *memory = simulated_gpu_allocate(bytes);
   return *memory == nullptr && bytes > 0 ? fail(kMemoryAllocation) : kSuccess;
 }
@@ -227,6 +248,7 @@ int cudaMalloc(void** memory, size_t bytes) {
 int cudaFree(void* memory) {
   if (memory == nullptr) return kSuccess;
   if (in_stream()) return fail(kNotPermitted);
+  need_context();
   const int device = DeviceMemory::get().device_of(memory, 0);
   if (device < 0) return fail(kInvalidValue);
   Runtime::get().synchronize(device);
@@ -268,11 +290,13 @@ int cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
 int cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
   if (gpus() == 0) return fail(kNoDevice);
   if (stream == nullptr || flags > 1) return fail(kInvalidValue);
+  need_context();
   *stream = Runtime::get().make_stream();
   return kSuccess;
 }
 
 int cudaStreamDestroy(cudaStream_t stream) {
+  need_context();
   return Runtime::get().destroy_stream(stream) ? kSuccess : fail(kInvalidResourceHandle);
 }
 
@@ -322,11 +346,13 @@ int cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
 int cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   if (gpus() == 0) return fail(kNoDevice);
   if (event == nullptr || flags > 7) return fail(kInvalidValue);
+  need_context();
   *event = Runtime::get().make_event();
   return kSuccess;
 }
 
 int cudaEventDestroy(cudaEvent_t event) {
+  need_context();
   return Runtime::get().destroy_event(event) ? kSuccess : fail(kInvalidResourceHandle);
 }
 
@@ -373,7 +399,7 @@ int simulated_gpu_device(const void* device_address, size_t bytes) {
 }
 
 void* simulated_gpu_allocate(size_t bytes) {
-  return bytes == 0 ? nullptr : DeviceMemory::get().allocate(bytes, current_device);
+  return bytes == 0 ? nullptr : DeviceMemory::get().allocate(bytes, current_device());
 }
 
 void simulated_gpu_free(void* memory) { DeviceMemory::get().give_back(memory); }

@@ -36,7 +36,7 @@ int cudaDriverGetVersion(int* version);
 int cudaGetDeviceCount(int* count);
 int cudaGetDeviceProperties(void* properties, int device);  // not supported
 int cudaGetDevice(int* device);
-int cudaSetDevice(int device);  // for the calling thread
+int cudaSetDevice(int device);  // for the calling thread; makes the device's context
 int cudaDeviceGetPCIBusId(char* name, int length, int device);
 int cudaDeviceSynchronize();
 

@@ -9,6 +9,7 @@
 
 #include "base/text.h"
 #include "collective/make.h"
+#include "cuda_driver.h"
 #include "lockstep/base/error.h"
 #include "nccl.h"
 #include "nccl_faults.h"
@@ -24,15 +25,15 @@ using lockstep::text;
 class OnDevice {
  public:
   explicit OnDevice(int device) {
-    cudaGetDevice(&before_);
-    cudaSetDevice(device);
+    cuDevicePrimaryCtxRetain(&context_, device);
+    cuCtxPushCurrent_v2(context_);
   }
-  ~OnDevice() { cudaSetDevice(before_); }
+  ~OnDevice() { cuCtxPopCurrent_v2(&context_); }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
-  int before_ = 0;
+  CUcontext context_ = nullptr;
 };
 
 void require_cuda(int error) {

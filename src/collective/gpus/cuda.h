@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -12,8 +13,9 @@
 
 namespace lockstep::collective::gpus {
 
-using CudaStream = void*;  // a cudaStream_t
-using CudaEvent = void*;   // a cudaEvent_t
+using CudaStream = void*;   // a cudaStream_t
+using CudaEvent = void*;    // a cudaEvent_t
+using CudaContext = void*;  // a CUcontext
 
 // The functions that we call. Each returns a cudaError_t, which is 0 for success.
 #define LOCKSTEP_CUDA_FUNCTIONS(each)                                                                                 \
@@ -28,9 +30,16 @@ using CudaEvent = void*;   // a cudaEvent_t
                                   each(cudaEventRecord, int(CudaEvent event, CudaStream stream))                      \
                                       each(cudaGetErrorString, const char*(int error))
 
+// The driver's functions that we call. Each returns a CUresult, which is 0 for success.
+#define LOCKSTEP_CUDA_DRIVER_FUNCTIONS(each)                                        \
+  each(cuInit, int(unsigned flags)) each(cuDeviceGet, int(int* device, int number)) \
+      each(cuDevicePrimaryCtxRetain, int(CudaContext * context, int device))        \
+          each(cuCtxPushCurrent_v2, int(CudaContext)) each(cuCtxPopCurrent_v2, int(CudaContext * context))
+
 struct Cuda {
 #define LOCKSTEP_MEMBER(name, ...) std::type_identity_t<__VA_ARGS__>* name = nullptr;
   LOCKSTEP_CUDA_FUNCTIONS(LOCKSTEP_MEMBER)
+  LOCKSTEP_CUDA_DRIVER_FUNCTIONS(LOCKSTEP_MEMBER)
 #undef LOCKSTEP_MEMBER
 };
 
@@ -43,7 +52,8 @@ void require_cuda(int error, const char* function);
 // The PCI address of a GPU of this host, which tells it from the host's others in every process.
 std::string pci_address(int device);
 
-// The calling thread's device, while it lives.
+// The calling thread's device, while it lives. The thread's earlier device is not touched: cudaSetDevice, as most
+// functions of the runtime, would make a context there, of some hundred megabytes.
 class OnDevice {
  public:
   explicit OnDevice(int device);
@@ -52,12 +62,27 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
-  int before_ = 0;
-  const int device_;
+  bool has_pushed_ = false;
+};
+
+// Calls act() on a device at an object's end, when nobody can be told of an error.
+template <class Act>
+void end_on(int device, const Act& act) noexcept {
+  try {
+    const OnDevice here(device);
+    act();
+  } catch (const std::exception&) {  // the device has failed, and so has what it held
+  }
+}
+
+// An event of a device.
+struct Event {
+  CudaEvent event = nullptr;
+  int device = 0;
 };
 
 // A moment in a stream. Its copies are handles; with the last one the event goes back to its pool. Any thread.
-using Moment = std::shared_ptr<void>;
+using Moment = std::shared_ptr<const Event>;
 
 // A device's stream of our own, and events.
 class Stream {

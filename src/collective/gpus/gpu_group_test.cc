@@ -308,6 +308,36 @@ TEST_P(LostRank, IsNamedByTheOthersAtOnce) {
 
 INSTANTIATE_TEST_SUITE_P(Over, LostRank, testing::Values("shm", "tcp"));
 
+// Ranks of a process that uses the last GPUs alone. Prints which GPUs have a context at the end.
+void use_last_gpus() {
+  constexpr int kFirst = 3, kRanks = 2;
+  run_ranks({.size = kRanks, .group = {.backend = "tcp", .gpu_backend = "nccl"}}, [](const Group& group) {
+    const double one = 1;
+    const int device = kFirst + group.rank();
+    const GpuMemory memory(device, &one, sizeof one);
+    const Buffer buffer{memory.get(), 1, DType::float64, {MemoryDevice::Type::cuda, static_cast<std::int16_t>(device)}};
+    const auto work = group.start(Call::all_reduce(buffer, ReduceOp::sum), soon());
+    EXPECT_TRUE(wait_until([&] { return work.done(); }, soon()));
+    group.synchronize(soon());
+    const auto half = group.split(group.rank(), 0, soon());
+    half->all_reduce(buffer, ReduceOp::sum, soon());
+    half->synchronize(soon());
+    group.abort("the end of the test");
+  });
+  for (int device = 0; device < 16; ++device) {
+    unsigned flags = 0;
+    int is_active = 0;
+    EXPECT_EQ(cuDevicePrimaryCtxGetState(device, &flags, &is_active), 0);
+    if (is_active == 1) std::fprintf(stderr, "cuda:%d ", device);
+  }
+  std::exit(0);
+}
+
+TEST(ContextsOfGpus, AreMadeWhereBuffersAreAlone) {
+  testing::FLAGS_gtest_death_test_style = "threadsafe";
+  EXPECT_EXIT(use_last_gpus(), testing::ExitedWithCode(0), "^cuda:3 cuda:4 $");
+}
+
 // Each begins in a process of its own, which has not loaded NCCL yet.
 class WithoutNccl : public testing::Test {
  protected:

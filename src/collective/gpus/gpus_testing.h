@@ -20,6 +20,7 @@
 extern "C" {
 int cudaMalloc(void** memory, std::size_t bytes);
 int cudaStreamSynchronize(void* stream);
+int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active);
 void* simulated_gpu_memory(const void* device_address);
 void simulated_gpu_free(void* memory);
 void simulated_gpu_delay(int microseconds);

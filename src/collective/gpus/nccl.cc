@@ -113,8 +113,8 @@ void NcclCommunicator::end(std::shared_ptr<NcclCommunicator> last) {
 
 bool NcclCommunicator::end_with_others() {
   constexpr std::chrono::seconds kForOthers(5);
-  const OnDevice here(state_->device);
   try {
+    const OnDevice here(state_->device);
     int result = kSuccess;
     {
       const auto lock = lock_calls();
@@ -200,9 +200,7 @@ void NcclCommunicator::abort() {
     constexpr std::chrono::seconds kForCalls(1);
     std::unique_lock lock(state->calls, std::defer_lock);  // without the lock after a while: then a call of NCCL hangs
     (void)lock.try_lock_until(std::chrono::system_clock::now() + kForCalls);
-    if (state->handle != nullptr) {
-      nccl().ncclCommAbort(state->handle);
-    }
+    if (state->handle != nullptr) end_on(state->device, [&] { nccl().ncclCommAbort(state->handle); });
     MutexLock end(state->mutex);
     state->ended = true;
     state->changed.notify_all();
