@@ -10,6 +10,7 @@
 #include "base/failure.h"
 #include "cluster/bootstrap.h"
 #include "lockstep/collective/group.h"
+#include "transport/shown_numbers.h"
 
 namespace lockstep {
 
@@ -43,6 +44,9 @@ class GroupBackend {
   // Throws what has failed, also where no call waits: PeerLost, during `operation`, for a rank whose process has ended,
   // and with `also_left` for one that has left. One thread at a time, as `run`.
   virtual void look(const char* operation, bool also_left) = 0;
+
+  // What ranks show to each other; null where they cannot.
+  virtual transport::ShownNumbers* numbers() { return nullptr; }
 
   // Waits for all that was enqueued, and throws as it would. Any thread.
   virtual void synchronize(Deadline /*deadline*/) {}

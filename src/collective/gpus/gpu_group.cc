@@ -1,10 +1,13 @@
 // Buffers on GPUs: a wrapper whose ranks meet in NCCL at their first call on a GPU, or bring the buffers to host
 // memory.
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <set>
+#include <thread>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -34,6 +37,7 @@ class GpuGroup final : public collective::Wrapper {
         host_group_(std::move(host)),
         wanted_(std::move(wanted)),
         watch_({.problem = [this](auto runs) { return has_problem(runs); },
+                .on_idle = [this] { answer_others(); },
                 .on_late = [this](const auto& call) { give_up(call); },
                 .on_error =
                     [this](const auto& why) { fail(Failure::aborted(rank(), text("rank ", rank(), ": ", why))); }}) {}
@@ -129,6 +133,7 @@ class GpuGroup final : public collective::Wrapper {
     if (!problem.empty() && rank() == 0) log_warning(text("buffers on GPUs go through host memory: ", problem));
     if (!ranks.empty() && problem.empty()) connect(ranks[0].id, device, deadline);
     uses_nccl_ = wanted_ != kHost && problem.empty();
+    if (uses_nccl_) watch_.begin();
     stream_ = std::move(stream);
   }
 
@@ -165,6 +170,11 @@ class GpuGroup final : public collective::Wrapper {
 
   // Calls go on side by side, except that one waits for those before it whose memory it uses.
   EnqueuedCalls enqueue_in_nccl(std::span<const Call> calls, Deadline deadline) {
+    struct Enqueuing {
+      explicit Enqueuing(std::atomic<bool>& flag) : enqueues(flag) { enqueues = true; }
+      ~Enqueuing() { enqueues = false; }
+      std::atomic<bool>& enqueues;
+    } const enqueuing(enqueues_);
     for (const auto& call : calls) stream_->wait_for(stream_->now_in(call.stream));
     for (auto rest = calls; !rest.empty();) {
       const auto together = rest.first(number_apart(rest));
@@ -172,7 +182,7 @@ class GpuGroup final : public collective::Wrapper {
       rest = rest.subspan(together.size());
     }
     const auto end = stream_->now();
-    watch_.add({calls[0].kind, calls_, end, deadline});
+    watch_.add(watched(calls, end, deadline));
     std::set<CudaStream> streams;
     for (const auto& call : calls) streams.insert(call.stream);
     return {.join =
@@ -194,7 +204,7 @@ class GpuGroup final : public collective::Wrapper {
         nccl_ranks->run(
             enqueue_all, [this] { look(kOperation, /*also_left=*/true); }, deadline);
       } catch (const DeadlineExceeded&) {
-        give_up({calls[0].kind, calls_, {}, deadline});
+        give_up(watched(calls, {}, deadline));
         raise_if_failed();
       } catch (const Error& error) {
         fail(Failure::aborted(rank(), text("rank ", rank(), ": ", error.what())));
@@ -206,6 +216,16 @@ class GpuGroup final : public collective::Wrapper {
   // Messages are not counted: not all ranks make them.
   void count(std::span<const Call> calls) {
     for (const auto& call : calls) calls_ += collective::is_message(call) ? 0 : 1;
+    show_progress();
+  }
+
+  WatchedCall watched(std::span<const Call> calls, const Moment& end, Deadline deadline) const {
+    WatchedCall watched{.kind = calls[0].kind, .number = calls_, .end = end, .deadline = deadline};
+    for (const auto& call : calls) {
+      if (collective::is_message(call)) watched.peers.push_back(call.peer);
+    }
+    if (watched.peers.size() < calls.size()) watched.peers.clear();
+    return watched;
   }
 
   EnqueuedCalls run_in_host_memory(std::span<const Call> calls, Deadline deadline) {
@@ -232,15 +252,20 @@ class GpuGroup final : public collective::Wrapper {
     const auto nccl_ranks = communicator();
     const auto error = nccl_ranks ? nccl_ranks->error() : "";
     if (!error.empty()) fail(Failure::aborted(rank(), text("rank ", rank(), ": NCCL: ", error)));
+    return !look_between_calls(/*also_left=*/runs > kForLast);
+  }
+
+  // Returns false where the group has failed, and keeps the error. A call in host memory sees by itself what is wrong.
+  bool look_between_calls(bool also_left) {
     const std::unique_lock lock(host_calls_, std::try_to_lock);
-    if (!lock.owns_lock()) return false;  // the call in host memory sees what is wrong
+    if (!lock.owns_lock()) return true;
     try {
-      collective::Wrapper::look(kOperation, /*also_left=*/runs > kForLast);
-      return false;
+      collective::Wrapper::look(kOperation, also_left);
+      return true;
     } catch (const Error&) {
       keep(std::current_exception());
       abort_nccl();
-      return true;
+      return false;
     }
   }
 
@@ -266,41 +291,63 @@ class GpuGroup final : public collective::Wrapper {
 
   // The deadline of `late` has passed: names the ranks that did not make the call, and fails the group.
   void give_up(const WatchedCall& late) {
-    const auto ranks = ranks_without(late.number);
+    const auto ranks = ranks_without(late);
+    if (!ranks) return abort_nccl();
     const auto waited = late.deadline.waited();
-    keep(std::make_exception_ptr(DeadlineExceeded(name_of(late.kind), waited, ranks)));
-    fail(Failure::deadline(rank(), ranks, waited.count(), name_of(late.kind)));
+    keep(std::make_exception_ptr(DeadlineExceeded(name_of(late.kind), waited, *ranks)));
+    fail(Failure::deadline(rank(), *ranks, waited.count(), name_of(late.kind)));
   }
 
-  // Returns the ranks that do not wait for the call of this number. All that wait for it ask at about one time.
-  std::vector<int> ranks_without(std::int64_t number) {
-    constexpr std::chrono::milliseconds kMeeting(1500);
-    if (size() == 1) return {};
-    static const Purpose kAsking("asking which ranks wait for a call on their GPUs");
-    const std::unique_lock lock(host_calls_, std::chrono::system_clock::now() + kMeeting);
-    if (!lock.owns_lock()) return {};  // a call in host memory waits too, and names whom it misses
-    std::vector<std::int64_t> numbers(static_cast<std::size_t>(size()), number);
-    std::vector<Call> calls;
+  // A rank shows how many calls it has made, and whether it waits for one.
+  struct Progress {
+    std::int64_t calls = 0;
+    bool waits = false;
+
+    std::int64_t number() const { return 2 * calls + (waits ? 1 : 0); }
+    static Progress of(std::int64_t number) { return {number / 2, number % 2 == 1}; }
+  };
+
+  void show_progress() {
+    auto* const shown = inner().numbers();
+    MutexLock lock(mutex_);  // of two threads, the later one has the newer progress
+    if (shown != nullptr) shown->show(Progress{calls_, enqueues_ || !watch_.is_idle()}.number());
+  }
+
+  // Returns the ranks that have not made the call: those that say so, or do not answer. Returns nothing where the group
+  // failed meanwhile, by the failure that is kept then.
+  std::optional<std::vector<int>> ranks_without(const WatchedCall& call) {
+    constexpr std::chrono::milliseconds kForAnswers(1500), kBetweenLooks(2);
+    auto* const shown = inner().numbers();
+    if (shown == nullptr || size() == 1) return std::vector<int>();
+    shown->ask();
+    for (const auto until = Deadline::after(kForAnswers);; std::this_thread::sleep_for(kBetweenLooks)) {
+      if (!look_between_calls(/*also_left=*/false)) return std::nullopt;
+      const auto told = shown->told();
+      const auto late = late_ranks(call, told);
+      const auto has_told = [&](int r) { return told.since_asked[static_cast<std::size_t>(r)]; };
+      if (std::ranges::all_of(late, has_told) || until.passed()) return late;
+    }
+  }
+
+  std::vector<int> late_ranks(const WatchedCall& call, const transport::ShownNumbers::Told& told) const {
+    std::vector<int> late, late_peers;
     for (int r = 0; r < size(); ++r) {
-      if (r == rank()) continue;
-      calls.push_back(Call::send(buffer_of(std::span<const std::int64_t>(&number, 1)), r));
-      calls.push_back(Call::recv(buffer_of(std::span(&numbers[static_cast<std::size_t>(r)], 1)), r));
+      const auto index = static_cast<std::size_t>(r);
+      const auto theirs = Progress::of(told.numbers[index]);
+      const bool waits = theirs.waits && told.since_asked[index];
+      if (r == rank() || (call.peers.empty() ? theirs.calls >= call.number : waits)) continue;
+      late.push_back(r);
+      if (std::ranges::find(call.peers, r) != call.peers.end()) late_peers.push_back(r);
     }
-    for (auto& call : calls) call.purpose = kAsking;
-    try {
-      inner().exchange(calls, Deadline::after(kMeeting));
-    } catch (const DeadlineExceeded& error) {
-      return error.ranks();
-    } catch (const PeerLost& error) {
-      return {error.rank()};
-    } catch (const Error&) {
-      return {};
-    }
-    std::vector<int> late;
-    for (int r = 0; r < size(); ++r) {
-      if (numbers[static_cast<std::size_t>(r)] < number) late.push_back(r);
-    }
-    return late;
+    return late_peers.empty() ? late : late_peers;
+  }
+
+  // While this rank makes no calls, others may ask how many it has made.
+  void answer_others() {
+    show_progress();
+    const std::unique_lock lock(host_calls_, std::try_to_lock);
+    auto* const shown = inner().numbers();
+    if (lock.owns_lock() && shown != nullptr) shown->answer();
   }
 
   const std::shared_ptr<GroupBackend> host_group_;
@@ -310,7 +357,8 @@ class GpuGroup final : public collective::Wrapper {
   // Made by the first call on a GPU.
   std::unique_ptr<Stream> stream_;
   bool uses_nccl_ = false;
-  std::int64_t calls_ = 0;  // on the GPU, but for messages
+  std::atomic<std::int64_t> calls_ = 0;  // on the GPU, but for messages
+  std::atomic<bool> enqueues_ = false;   // calls that the watch does not have yet
 
   Mutex mutex_;
   std::shared_ptr<NcclCommunicator> communicator_ LOCKSTEP_GUARDED_BY(mutex_);  // null where NCCL is not used

@@ -26,6 +26,17 @@ double seconds_of(const std::function<void()>& act) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
+// Returns whom act()'s DeadlineExceeded names.
+std::vector<int> blamed_when(const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const DeadlineExceeded& error) {
+    return error.ranks();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return {};
+}
+
 // Numbers on the GPU of a rank, and a stream that uses them.
 class OnGpu {
  public:
@@ -43,6 +54,12 @@ class OnGpu {
 
   Call all_reduce(ReduceOp op = ReduceOp::sum) const {
     auto call = Call::all_reduce(buffer(), op);
+    call.stream = stream_.get();
+    return call;
+  }
+
+  Call recv(int from) const {
+    auto call = Call::recv(buffer(), from);
     call.stream = stream_.get();
     return call;
   }
@@ -182,6 +199,49 @@ TEST_P(GpuGroup, ARankThatDoesNotComeIsNamed) {
     expect_says(message, "rank 2");
     EXPECT_LT(took, std::chrono::duration<double>(kDeadline).count() + 2);
   }));
+}
+
+TEST_P(GpuGroup, ARankThatDoesNotComeIsNamedAlsoByRanksWithLaterDeadlines) {
+  constexpr int kLate = 3, kFirstToGiveUp = 1;
+  expect_no_errors(run(4, [](const Group& group) {
+    const OnGpu values(group, {1});
+    group.run(values.all_reduce(), soon());
+    group.synchronize(soon());
+    const auto blamed = blamed_when([&] {
+      if (group.rank() == kLate) {
+        while (true) group.check(soon());
+      }
+      const bool is_first = group.rank() == kFirstToGiveUp;
+      group.run(values.all_reduce(), is_first ? Deadline::after(kDeadline) : soon());
+      group.synchronize(soon());
+    });
+    EXPECT_EQ(blamed, std::vector<int>{kLate});
+  }));
+}
+
+// Rank 2 waits for rank 1, which waits for rank 0, which makes no call. Nobody waits for rank 3.
+TEST_P(GpuGroup, AMessageThatDoesNotComeIsBlamedOnTheRankThatWaitsForNobody) {
+  for (const bool in_chain : {false, true}) {
+    expect_no_errors(run(4, [&](const Group& group) {
+      const OnGpu value(group, {1});
+      group.run(value.all_reduce(), soon());
+      group.synchronize(soon());
+      if (group.rank() == 0 || group.rank() == 3 || (group.rank() == 2 && !in_chain)) {
+        EXPECT_THROW(while (true) group.check(soon()), DeadlineExceeded);
+        return;
+      }
+      const bool is_first = group.rank() == (in_chain ? 2 : 1);
+      const auto blamed = blamed_when([&] {
+        group.run(value.recv(group.rank() - 1), is_first ? Deadline::after(kDeadline) : soon());
+        group.synchronize(soon());
+      });
+      if (in_chain) {
+        EXPECT_EQ(blamed, (std::vector<int>{0, 3}));
+      } else {
+        EXPECT_EQ(blamed, std::vector<int>{0});
+      }
+    }));
+  }
 }
 
 TEST_P(GpuGroup, ACallThatIsStuckEndsAtItsDeadline) {

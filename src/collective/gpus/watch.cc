@@ -14,11 +14,14 @@ Watch::~Watch() {
   changed_.notify_all();
 }
 
+void Watch::begin() {
+  thread_ = std::jthread([this] { loop(); });
+}
+
 void Watch::add(WatchedCall call) {
   MutexLock lock(mutex_);
   if (ends_) return;
   running_.push_back(std::move(call));
-  if (!thread_.joinable()) thread_ = std::jthread([this] { loop(); });
   changed_.notify_all();
 }
 
@@ -37,9 +40,19 @@ bool Watch::wait_for_all(Deadline deadline) {
 
 // Returns the first call that runs, when there is one; nothing when the watch ends.
 std::optional<WatchedCall> Watch::next() {
-  MutexLock lock(mutex_);
-  while (running_.empty() && !ends_) changed_.wait(mutex_);
-  return ends_ ? std::nullopt : std::optional(running_.front());
+  constexpr std::chrono::milliseconds kBetweenIdleEvents(50);
+  while (true) {
+    {
+      MutexLock lock(mutex_);
+      const auto until = Deadline::after(kBetweenIdleEvents);
+      while (running_.empty() && !ends_) {
+        if (changed_.wait_until(mutex_, until.time()) == std::cv_status::timeout) break;
+      }
+      if (ends_) return std::nullopt;
+      if (!running_.empty()) return running_.front();
+    }
+    events_.on_idle();
+  }
 }
 
 bool Watch::ends() {
