@@ -4,20 +4,42 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "base/failure.h"
+#include "base/mutex.h"
 #include "cluster/bootstrap.h"
 #include "lockstep/collective/group.h"
 #include "transport/shown_numbers.h"
 
 namespace lockstep {
 
+// Tells when calls have ended that were enqueued on a GPU. Any thread.
+class EndOfCalls {
+ public:
+  using Listener = std::function<void(bool have_succeeded)>;
+
+  // Calls `listener` once: in the thread that tells the end, or at once where that was told. A listener must not call
+  // the Group.
+  void then(Listener listener);
+
+  // The first telling counts.
+  void tell(bool have_succeeded);
+
+ private:
+  Mutex mutex_;
+  std::optional<bool> told_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::vector<Listener> listeners_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
 // Calls that are enqueued on a GPU.
 struct EnqueuedCalls {
   std::function<void()> join;  // makes the calls' streams wait for them
   std::function<bool()> done;
+  std::shared_ptr<EndOfCalls> ended;
+  const char* algorithm = "";
 };
 
 class GroupBackend {
@@ -45,7 +67,7 @@ class GroupBackend {
   // and with `also_left` for one that has left. One thread at a time, as `run`.
   virtual void look(const char* operation, bool also_left) = 0;
 
-  // What ranks show to each other; null where they cannot.
+  // Each rank shows the others a number by this. Null where ranks cannot. Valid as long as the backend is.
   virtual transport::ShownNumbers* numbers() { return nullptr; }
 
   // Waits for all that was enqueued, and throws as it would. Any thread.

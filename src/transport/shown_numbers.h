@@ -21,7 +21,7 @@ class ShownNumbers {
   // Channels::exchange, which answers too.
   virtual void answer() = 0;
 
-  // What the ranks have told. A rank that has not told it since it was asked may show another number by now.
+  // Returns what the ranks have told. A rank that has not told it since it was asked may show another number by now.
   struct Told {
     std::vector<std::int64_t> numbers;  // [rank]
     std::vector<bool> since_asked;      // [rank]; true for ranks that are gone

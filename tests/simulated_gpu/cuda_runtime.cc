@@ -4,14 +4,11 @@
 #include <array>
 #include <cstdio>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <utility>
-#include <vector>
 
 #include "cuda_driver.h"
 #include "device_memory.h"
+#include "handles.h"
 #include "stream.h"
 
 namespace simulated_gpu {
@@ -74,88 +71,13 @@ const Error* find_error(int code) {
   return found == kErrors.end() ? nullptr : found;
 }
 
-// All streams and events, by their handles. A handle is the object's address.
-class Runtime {
- public:
-  static Runtime& get() {
-    static auto* const runtime = new Runtime;  // threads of streams may outlive all else
-    return *runtime;
-  }
-
-  cudaStream_t make_stream() {
-    auto stream = std::make_shared<Stream>(current_device());
-    const std::lock_guard lock(mutex_);
-    return streams_.emplace(stream.get(), stream).first->first;
-  }
-
-  cudaEvent_t make_event() {
-    auto event = std::make_shared<Event>(current_device());
-    const std::lock_guard lock(mutex_);
-    return events_.emplace(event.get(), event).first->first;
-  }
-
-  // Returns null for a handle that is none. Null is the handle of the current device's default stream.
-  std::shared_ptr<Stream> stream(cudaStream_t handle) {
-    const std::lock_guard lock(mutex_);
-    if (handle == nullptr) return default_stream(current_device());
-    const auto found = streams_.find(handle);
-    return found == streams_.end() ? nullptr : found->second;
-  }
-
-  std::shared_ptr<Event> event(cudaEvent_t handle) {
-    const std::lock_guard lock(mutex_);
-    const auto found = events_.find(handle);
-    return found == events_.end() ? nullptr : found->second;
-  }
-
-  bool destroy_stream(cudaStream_t handle) {
-    const std::lock_guard lock(mutex_);
-    const auto found = streams_.find(handle);
-    if (found == streams_.end()) return false;
-    found->second->close();
-    streams_.erase(found);
-    return true;
-  }
-
-  bool destroy_event(cudaEvent_t handle) {
-    const std::lock_guard lock(mutex_);
-    return events_.erase(handle) > 0;
-  }
-
-  void synchronize(int device) {
-    std::vector<std::shared_ptr<Stream>> all;
-    {
-      const std::lock_guard lock(mutex_);
-      all.push_back(default_stream(device));
-      for (const auto& [handle, stream] : streams_) {
-        if (stream->device() == device) all.push_back(stream);
-      }
-    }
-    for (const auto& stream : all) stream->synchronize();
-  }
-
-  std::atomic<std::int64_t> copies_to_host = 0, copies_from_host = 0;
-
- private:
-  std::shared_ptr<Stream> default_stream(int device) {
-    auto& stream = defaults_[device];
-    if (!stream) stream = std::make_shared<Stream>(device);
-    return stream;
-  }
-
-  std::mutex mutex_;  // protects the following
-  std::map<int, std::shared_ptr<Stream>> defaults_;
-  std::map<cudaStream_t, std::shared_ptr<Stream>> streams_;
-  std::map<cudaEvent_t, std::shared_ptr<Event>> events_;
-};
-
 // Calls act(stream), or returns the error of a handle that is none.
 template <class Act>
 int with_stream(cudaStream_t handle, const Act& act) {
   if (in_stream()) return fail(kNotPermitted);
   if (gpus() == 0) return fail(kNoDevice);
   need_context();
-  const auto stream = Runtime::get().stream(handle);
+  const auto stream = Handles::get().stream(handle, current_device());
   return stream ? act(*stream) : fail(kInvalidResourceHandle);
 }
 
@@ -163,7 +85,7 @@ template <class Act>
 int with_event(cudaEvent_t handle, const Act& act) {
   if (in_stream()) return fail(kNotPermitted);
   need_context();
-  const auto event = Runtime::get().event(handle);
+  const auto event = Handles::get().event(handle);
   return event ? act(*event) : fail(kInvalidResourceHandle);
 }
 
@@ -233,7 +155,7 @@ int cudaDeviceSynchronize() {
   if (in_stream()) return fail(kNotPermitted);
   if (gpus() == 0) return fail(kNoDevice);
   need_context();
-  Runtime::get().synchronize(current_device());
+  Handles::get().synchronize(current_device());
   return kSuccess;
 }
 
@@ -251,7 +173,7 @@ int cudaFree(void* memory) {
   need_context();
   const int device = DeviceMemory::get().device_of(memory, 0);
   if (device < 0) return fail(kInvalidValue);
-  Runtime::get().synchronize(device);
+  Handles::get().synchronize(device);
   return DeviceMemory::get().give_back(memory) ? kSuccess : fail(kInvalidValue);
 }
 
@@ -267,8 +189,8 @@ int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, cudaStre
     const void* const input = readable(from, bytes);
     void* const output = readable(to, bytes);
     if (input == nullptr || output == nullptr || !fits(kind, from_device, to_device)) return fail(kInvalidValue);
-    if (from_device && !to_device) ++Runtime::get().copies_to_host;
-    if (!from_device && to_device) ++Runtime::get().copies_from_host;
+    if (from_device && !to_device) ++Handles::get().copies_to_host;
+    if (!from_device && to_device) ++Handles::get().copies_from_host;
     stream.push([=] { std::memmove(output, input, bytes); });
     return kSuccess;
   });
@@ -291,13 +213,13 @@ int cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
   if (gpus() == 0) return fail(kNoDevice);
   if (stream == nullptr || flags > 1) return fail(kInvalidValue);
   need_context();
-  *stream = Runtime::get().make_stream();
+  *stream = Handles::get().make_stream(current_device());
   return kSuccess;
 }
 
 int cudaStreamDestroy(cudaStream_t stream) {
   need_context();
-  return Runtime::get().destroy_stream(stream) ? kSuccess : fail(kInvalidResourceHandle);
+  return Handles::get().destroy_stream(stream) ? kSuccess : fail(kInvalidResourceHandle);
 }
 
 int cudaStreamSynchronize(cudaStream_t handle) {
@@ -347,13 +269,13 @@ int cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   if (gpus() == 0) return fail(kNoDevice);
   if (event == nullptr || flags > 7) return fail(kInvalidValue);
   need_context();
-  *event = Runtime::get().make_event();
+  *event = Handles::get().make_event(current_device());
   return kSuccess;
 }
 
 int cudaEventDestroy(cudaEvent_t event) {
   need_context();
-  return Runtime::get().destroy_event(event) ? kSuccess : fail(kInvalidResourceHandle);
+  return Handles::get().destroy_event(event) ? kSuccess : fail(kInvalidResourceHandle);
 }
 
 int cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
@@ -404,8 +326,8 @@ void* simulated_gpu_allocate(size_t bytes) {
 
 void simulated_gpu_free(void* memory) { DeviceMemory::get().give_back(memory); }
 
-std::int64_t simulated_gpu_copies_to_host() { return Runtime::get().copies_to_host; }
-std::int64_t simulated_gpu_copies_from_host() { return Runtime::get().copies_from_host; }
+std::int64_t simulated_gpu_copies_to_host() { return Handles::get().copies_to_host; }
+std::int64_t simulated_gpu_copies_from_host() { return Handles::get().copies_from_host; }
 
 void simulated_gpu_delay(int microseconds) { delay_microseconds() = microseconds; }
 }

@@ -5,15 +5,14 @@
 #include <deque>
 #include <exception>
 #include <mutex>
-#include <optional>
 #include <set>
-#include <thread>
 
 #include "base/log.h"
 #include "base/text.h"
 #include "collective/calls.h"
 #include "collective/gpus/nccl.h"
 #include "collective/gpus/nccl_calls.h"
+#include "collective/gpus/progress.h"
 #include "collective/gpus/rank_of_gpu.h"
 #include "collective/gpus/watch.h"
 #include "collective/wrappers/wrapper.h"
@@ -36,9 +35,11 @@ class GpuGroup final : public collective::Wrapper {
       : collective::Wrapper(host),
         host_group_(std::move(host)),
         wanted_(std::move(wanted)),
+        progress_(host_group_->numbers(), rank(), size()),
         watch_({.problem = [this](auto runs) { return has_problem(runs); },
                 .on_idle = [this] { answer_others(); },
                 .on_late = [this](const auto& call) { give_up(call); },
+                .on_end = [this](const auto& call) { call.ended->tell(!has_failed()); },
                 .on_error =
                     [this](const auto& why) { fail(Failure::aborted(rank(), text("rank ", rank(), ": ", why))); }}) {}
 
@@ -182,7 +183,9 @@ class GpuGroup final : public collective::Wrapper {
       rest = rest.subspan(together.size());
     }
     const auto end = stream_->now();
-    watch_.add(watched(calls, end, deadline));
+    const auto together = watched(calls, end, deadline);
+    watch_.add(together);
+    fail_point("gpus.enqueued");
     std::set<CudaStream> streams;
     for (const auto& call : calls) streams.insert(call.stream);
     return {.join =
@@ -190,7 +193,9 @@ class GpuGroup final : public collective::Wrapper {
                   for (const auto stream : streams) stream_->wait_in(stream, end);
                   raise_if_failed();
                 },
-            .done = [end] { return has_come(end); }};
+            .done = [end] { return has_come(end); },
+            .ended = together.ended,
+            .algorithm = "NCCL"};
   }
 
   void enqueue_together(std::span<const Call> calls, Deadline deadline) {
@@ -243,7 +248,9 @@ class GpuGroup final : public collective::Wrapper {
       return "";
     });
     for (auto& copy : copies) copy.bring_back(rank(), deadline);
-    return {.join = [] {}, .done = [] { return true; }};
+    auto ended = std::make_shared<EndOfCalls>();
+    ended->tell(true);
+    return {.join = [] {}, .done = [] { return true; }, .ended = std::move(ended), .algorithm = "through host memory"};
   }
 
   // Returns true where the calls that run can no longer end.
@@ -280,6 +287,11 @@ class GpuGroup final : public collective::Wrapper {
     if (error_) std::rethrow_exception(error_);
   }
 
+  bool has_failed() {
+    MutexLock lock(mutex_);
+    return error_ != nullptr;
+  }
+
   std::shared_ptr<NcclCommunicator> communicator() {
     MutexLock lock(mutex_);
     return communicator_;
@@ -291,67 +303,27 @@ class GpuGroup final : public collective::Wrapper {
 
   // The deadline of `late` has passed: names the ranks that did not make the call, and fails the group.
   void give_up(const WatchedCall& late) {
-    const auto ranks = ranks_without(late);
+    const auto ranks = progress_.ranks_without(late, [this] { return look_between_calls(/*also_left=*/false); });
     if (!ranks) return abort_nccl();
     const auto waited = late.deadline.waited();
     keep(std::make_exception_ptr(DeadlineExceeded(name_of(late.kind), waited, *ranks)));
     fail(Failure::deadline(rank(), *ranks, waited.count(), name_of(late.kind)));
   }
 
-  // A rank shows how many calls it has made, and whether it waits for one.
-  struct Progress {
-    std::int64_t calls = 0;
-    bool waits = false;
-
-    std::int64_t number() const { return 2 * calls + (waits ? 1 : 0); }
-    static Progress of(std::int64_t number) { return {number / 2, number % 2 == 1}; }
-  };
-
   void show_progress() {
-    auto* const shown = inner().numbers();
-    MutexLock lock(mutex_);  // of two threads, the later one has the newer progress
-    if (shown != nullptr) shown->show(Progress{calls_, enqueues_ || !watch_.is_idle()}.number());
-  }
-
-  // Returns the ranks that have not made the call: those that say so, or do not answer. Returns nothing where the group
-  // failed meanwhile, by the failure that is kept then.
-  std::optional<std::vector<int>> ranks_without(const WatchedCall& call) {
-    constexpr std::chrono::milliseconds kForAnswers(1500), kBetweenLooks(2);
-    auto* const shown = inner().numbers();
-    if (shown == nullptr || size() == 1) return std::vector<int>();
-    shown->ask();
-    for (const auto until = Deadline::after(kForAnswers);; std::this_thread::sleep_for(kBetweenLooks)) {
-      if (!look_between_calls(/*also_left=*/false)) return std::nullopt;
-      const auto told = shown->told();
-      const auto late = late_ranks(call, told);
-      const auto has_told = [&](int r) { return told.since_asked[static_cast<std::size_t>(r)]; };
-      if (std::ranges::all_of(late, has_told) || until.passed()) return late;
-    }
-  }
-
-  std::vector<int> late_ranks(const WatchedCall& call, const transport::ShownNumbers::Told& told) const {
-    std::vector<int> late, late_peers;
-    for (int r = 0; r < size(); ++r) {
-      const auto index = static_cast<std::size_t>(r);
-      const auto theirs = Progress::of(told.numbers[index]);
-      const bool waits = theirs.waits && told.since_asked[index];
-      if (r == rank() || (call.peers.empty() ? theirs.calls >= call.number : waits)) continue;
-      late.push_back(r);
-      if (std::ranges::find(call.peers, r) != call.peers.end()) late_peers.push_back(r);
-    }
-    return late_peers.empty() ? late : late_peers;
+    progress_.show([this] { return calls_.load(); }, [this] { return enqueues_ || !watch_.is_idle(); });
   }
 
   // While this rank makes no calls, others may ask how many it has made.
   void answer_others() {
     show_progress();
     const std::unique_lock lock(host_calls_, std::try_to_lock);
-    auto* const shown = inner().numbers();
-    if (lock.owns_lock() && shown != nullptr) shown->answer();
+    if (lock.owns_lock()) progress_.answer();
   }
 
   const std::shared_ptr<GroupBackend> host_group_;
   const std::string wanted_;
+  Progress progress_;
   std::timed_mutex host_calls_;  // held while this rank is in a call of the group in host memory
 
   // Made by the first call on a GPU.

@@ -10,7 +10,13 @@ namespace lockstep::collective::gpus {
 
 Watch::~Watch() {
   MutexLock lock(mutex_);
+  end();
+}
+
+void Watch::end() {
   ends_ = true;
+  for (const auto& call : running_) events_.on_end(call);
+  running_.clear();
   changed_.notify_all();
 }
 
@@ -20,7 +26,7 @@ void Watch::begin() {
 
 void Watch::add(WatchedCall call) {
   MutexLock lock(mutex_);
-  if (ends_) return;
+  if (ends_) return events_.on_end(call);
   running_.push_back(std::move(call));
   changed_.notify_all();
 }
@@ -78,8 +84,10 @@ void Watch::loop() {
       is_broken = true;
     }
     MutexLock lock(mutex_);
-    if (is_broken) ends_ = true;
-    if (!ends_) running_.pop_front();
+    if (ends_) return;
+    if (is_broken) return end();
+    events_.on_end(*call);
+    running_.pop_front();
     changed_.notify_all();
   }
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "collective/backend.h"
 #include "collective/gpus/cuda.h"
 #include "lockstep/collective/group.h"
 
@@ -24,17 +26,20 @@ struct WatchedCall {
   std::vector<int> peers = {};  // of messages: the other ranks
   Moment end = {};
   Deadline deadline;
+  std::shared_ptr<EndOfCalls> ended = std::make_shared<EndOfCalls>();
 };
 
 class Watch {
  public:
   // `problem` is asked now and then while calls run, and returns true where they can no longer end. It is told how long
   // the first of them has run. `on_late` is called for a call whose deadline has passed. After each of these the watch
-  // ends, and no call is waited for. `on_idle` is called now and then while no call runs.
+  // ends, and no call is waited for. `on_idle` is called now and then while no call runs. `on_end` is called once for
+  // each call, when it has ended, or is no longer watched; it must not call the watch.
   struct Events {
     std::function<bool(Deadline::Clock::duration runs)> problem;
     std::function<void()> on_idle;
     std::function<void(const WatchedCall&)> on_late;
+    std::function<void(const WatchedCall&)> on_end;
     std::function<void(const std::string& why)> on_error;  // of the device
   };
 
@@ -56,6 +61,7 @@ class Watch {
   bool ends();
   bool has_ended(const WatchedCall& call);
   void loop();
+  void end() LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
 
   const Events events_;
   Mutex mutex_;
