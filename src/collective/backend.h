@@ -73,6 +73,11 @@ class GroupBackend {
   // Waits for all that was enqueued, and throws as it would. Any thread.
   virtual void synchronize(Deadline /*deadline*/) {}
 
+  // Prepares a split of the group, in which each rank gives the color and the key of Group::split; a rank whose color
+  // is negative, or its alone, gives -1. Members of a color then call `make`. Collective. One thread at a time, as
+  // `run`.
+  virtual void begin_split(int /*color*/, int /*key*/, Deadline /*deadline*/) {}
+
   // A backend of the same kind for other members, of which this rank is one.
   virtual std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const = 0;
 

@@ -6,6 +6,8 @@
 #include <exception>
 #include <mutex>
 #include <set>
+#include <type_traits>
+#include <utility>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -87,8 +89,26 @@ class GpuGroup final : public collective::Wrapper {
     if (!in_time) throw DeadlineExceeded("synchronize", deadline.waited());
   }
 
+  // Where this group has connected its GPUs, so has each group that is split from it. Others do it at their first call.
+  void begin_split(int color, int key, Deadline deadline) override {
+    collective::Wrapper::begin_split(color, key, deadline);
+    const auto nccl_ranks = communicator();
+    if (!nccl_ranks) return;
+    auto made = or_fail([&] {
+      synchronize(deadline);  // NCCL splits a communicator that has nothing to do
+      // A rank whose part is done may leave.
+      return nccl_ranks->split(
+          color, key, [this] { look(kOperation, /*also_left=*/false); }, deadline);
+    });
+    MutexLock lock(mutex_);
+    split_ = std::move(made);
+  }
+
   std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override {
-    return std::make_shared<GpuGroup>(collective::Wrapper::make(members, deadline), wanted_);
+    auto made = std::make_shared<GpuGroup>(collective::Wrapper::make(members, deadline), wanted_);
+    MutexLock lock(mutex_);
+    if (split_) made->begin_with(std::exchange(split_, nullptr), stream_->device());
+    return made;
   }
 
   std::vector<Memory> allocate_shared(std::size_t bytes, Deadline deadline) override {
@@ -138,6 +158,14 @@ class GpuGroup final : public collective::Wrapper {
     stream_ = std::move(stream);
   }
 
+  void begin_with(std::shared_ptr<NcclCommunicator> nccl_ranks, int device) {
+    stream_ = std::make_unique<Stream>(device);
+    uses_nccl_ = true;
+    MutexLock lock(mutex_);
+    communicator_ = std::move(nccl_ranks);
+    watch_.begin();
+  }
+
   std::vector<RankOfGpu> meet(const RankOfGpu& mine, Deadline deadline) {
     static const Purpose kMeeting("agreeing how buffers on GPUs are moved");
     const auto left = std::chrono::duration<double>(deadline.time() - Deadline::Clock::now()).count();
@@ -150,16 +178,23 @@ class GpuGroup final : public collective::Wrapper {
     return ranks;
   }
 
-  // A rank that cannot fails the group, so that the others do not wait for it.
   void connect(const std::string& bytes, int device, Deadline deadline) {
     NcclId id;
     if (bytes.size() != id.bytes.size()) throw Error(text("an id of NCCL has ", bytes.size(), " bytes"));
     std::copy(bytes.begin(), bytes.end(), id.bytes.begin());
-    try {
-      auto made = std::make_shared<NcclCommunicator>(
+    auto made = or_fail([&] {
+      return std::make_shared<NcclCommunicator>(
           id, rank(), size(), device, [this] { look(kOperation, /*also_left=*/true); }, deadline);
-      MutexLock lock(mutex_);
-      communicator_ = std::move(made);
+    });
+    MutexLock lock(mutex_);
+    communicator_ = std::move(made);
+  }
+
+  // A rank that cannot make a communicator fails the group, so that the others do not wait for it.
+  template <class Make>
+  std::invoke_result_t<Make> or_fail(const Make& make_communicator) {
+    try {
+      return make_communicator();
     } catch (const DeadlineExceeded& error) {
       fail(Failure::deadline(rank(), {}, error.waited_for().count(), error.operation()));
       throw;
@@ -332,9 +367,10 @@ class GpuGroup final : public collective::Wrapper {
   std::atomic<std::int64_t> calls_ = 0;  // on the GPU, but for messages
   std::atomic<bool> enqueues_ = false;   // calls that the watch does not have yet
 
-  Mutex mutex_;
-  std::shared_ptr<NcclCommunicator> communicator_ LOCKSTEP_GUARDED_BY(mutex_);  // null where NCCL is not used
-  std::exception_ptr error_ LOCKSTEP_GUARDED_BY(mutex_);                        // of a call on the GPU
+  mutable Mutex mutex_;
+  mutable std::shared_ptr<NcclCommunicator> split_ LOCKSTEP_GUARDED_BY(mutex_);  // from begin_split to make
+  std::shared_ptr<NcclCommunicator> communicator_ LOCKSTEP_GUARDED_BY(mutex_);   // null where NCCL is not used
+  std::exception_ptr error_ LOCKSTEP_GUARDED_BY(mutex_);                         // of a call on the GPU
 
   Watch watch_;  // ends first
 };

@@ -75,6 +75,9 @@ struct NcclCommunicator::State {
   std::timed_mutex calls;
   std::atomic<bool> aborted = false;  // before the abort takes `calls`: nobody uses the handle from there on
 
+  // The last one that was split from this one: NCCL writes its handle, until this one's abort has ended.
+  std::shared_ptr<State> child;
+
   Mutex mutex;
   CondVar changed;
   bool begun LOCKSTEP_GUARDED_BY(mutex) = false;  // the abort
@@ -93,6 +96,27 @@ NcclCommunicator::NcclCommunicator(const NcclId& id, int rank, int size, int dev
     abort();
     throw;
   }
+}
+
+std::shared_ptr<NcclCommunicator> NcclCommunicator::split(int color, int key, const std::function<void()>& check,
+                                                          Deadline deadline) {
+  constexpr int kNoColor = -1;  // NCCL_SPLIT_NOCOLOR
+  constexpr const char* kSplit = "ncclCommSplit";
+  const OnDevice here(state_->device);
+  state_->child = std::make_shared<State>(state_->device);
+  const auto made = std::shared_ptr<NcclCommunicator>(new NcclCommunicator(state_->child));
+  made->has_ended_ = true;  // one that is half made ends with this one
+  NcclConfig config;
+  int result = kSuccess;
+  {
+    const auto lock = lock_calls();
+    result = nccl().ncclCommSplit(state_->handle, color < 0 ? kNoColor : color, key, &made->state_->handle, &config);
+  }
+  finish(result, kSplit, check, deadline);
+  if (color < 0) return nullptr;
+  made->has_ended_ = false;
+  made->finish(kInProgress, kSplit, check, deadline);
+  return made;
 }
 
 NcclCommunicator::~NcclCommunicator() {

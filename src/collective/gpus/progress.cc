@@ -6,7 +6,7 @@
 namespace lockstep::collective::gpus {
 namespace {
 
-// What a shown number says.
+// A shown number says this.
 struct ShownProgress {
   std::int64_t calls = 0;
   bool waits = false;

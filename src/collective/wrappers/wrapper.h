@@ -26,6 +26,7 @@ class Wrapper : public GroupBackend {
   void look(const char* operation, bool also_left) override { inner_->look(operation, also_left); }
   transport::ShownNumbers* numbers() override { return inner_->numbers(); }
   void synchronize(Deadline deadline) override { inner_->synchronize(deadline); }
+  void begin_split(int color, int key, Deadline deadline) override { inner_->begin_split(color, key, deadline); }
   std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override {
     return inner_->make(members, deadline);
   }
