@@ -148,9 +148,9 @@ class GpuGroup final : public collective::Wrapper {
     if (stream_) return;
     std::vector<RankOfGpu> ranks;
     if (wanted_ != kHost && size() > 1) ranks = meet(this_rank(rank(), device), deadline);
-    auto stream = std::make_unique<Stream>(device);
     const auto problem = problem_of(ranks);
     if (!problem.empty() && wanted_ == kNccl) throw InvalidArgument(text("buffers on GPUs need NCCL: ", problem));
+    auto stream = std::make_unique<Stream>(device);
     if (!problem.empty() && rank() == 0) log_warning(text("buffers on GPUs go through host memory: ", problem));
     if (!ranks.empty() && problem.empty()) connect(ranks[0].id, device, deadline);
     uses_nccl_ = wanted_ != kHost && problem.empty();
