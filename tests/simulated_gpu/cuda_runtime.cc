@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <utility>
@@ -33,10 +34,17 @@ constexpr std::array kErrors{
     Error{kInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     Error{kNotReady, "cudaErrorNotReady", "device not ready"},
     Error{kNotPermitted, "cudaErrorNotPermitted", "operation not permitted"},
+    Error{kIllegalState, "cudaErrorIllegalState", "the operation cannot be performed in the present state"},
+    Error{kCaptureUnsupported, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
     Error{kNotSupported, "cudaErrorNotSupported", "operation not supported"},
 };
 
 thread_local int chosen_device = 0;  // is current while the thread has no context
+// How captures go with what other threads do.
+constexpr int kGlobal = 0, kRelaxed = 2;
+std::atomic<int> global_captures = 0;
+thread_local int mode_of_thread = kGlobal;
+
 thread_local int last_error = kSuccess;
 
 int fail(int error) { return last_error = error; }
@@ -243,10 +251,37 @@ int cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned flags) 
   });
 }
 
+int cudaStreamBeginCapture(cudaStream_t handle, int mode) {
+  return with_stream(handle, [&](Stream& stream) {
+    if (mode < kGlobal || mode > kRelaxed || stream.capture_mode() >= 0) return fail(kIllegalState);
+    stream.capture(mode);
+    if (mode == kGlobal) ++global_captures;
+    return kSuccess;
+  });
+}
+
+int cudaStreamEndCapture(cudaStream_t handle, void** graph) {
+  return with_stream(handle, [&](Stream& stream) {
+    const int mode = stream.capture_mode();
+    if (mode < 0) return fail(kIllegalState);
+    stream.capture(-1);
+    if (mode == kGlobal) --global_captures;
+    *graph = nullptr;
+    return kSuccess;
+  });
+}
+
 int cudaStreamIsCapturing(cudaStream_t handle, int* status) {
   if (status == nullptr) return fail(kInvalidValue);
-  *status = 0;
-  return with_stream(handle, [](Stream&) { return kSuccess; });
+  return with_stream(handle, [&](Stream& stream) {
+    *status = stream.capture_mode() >= 0 ? 1 : 0;
+    return kSuccess;
+  });
+}
+
+int cudaThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, mode_of_thread);
+  return kSuccess;
 }
 
 int cudaStreamGetDevice(cudaStream_t handle, int* device) {
@@ -289,6 +324,7 @@ int cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
 }
 
 int cudaEventQuery(cudaEvent_t event) {
+  if (global_captures > 0 && mode_of_thread == kGlobal) return fail(kCaptureUnsupported);
   return with_event(event, [](Event& found) { return found.has_come() ? kSuccess : kNotReady; });
 }
 

@@ -143,6 +143,17 @@ bool has_come(const Moment& moment) {
   return true;
 }
 
+bool is_captured(CudaStream stream) {
+  int status = 0;
+  require_cuda(cuda().cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != 0;
+}
+
+void leave_captures_alone() {
+  int mode = 2;  // cudaStreamCaptureModeRelaxed
+  require_cuda(cuda().cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+}
+
 bool wait_until(const std::function<bool()>& holds, Deadline deadline) {
   constexpr std::chrono::microseconds kShortest(20), kLongest(1000);
   for (auto pause = kShortest; !holds(); pause = std::min(2 * pause, kLongest)) {

@@ -18,17 +18,20 @@ using CudaEvent = void*;    // a cudaEvent_t
 using CudaContext = void*;  // a CUcontext
 
 // The functions that we call. Each returns a cudaError_t, which is 0 for success.
-#define LOCKSTEP_CUDA_FUNCTIONS(each)                                                                                 \
-  each(cudaGetDevice, int(int* device)) each(cudaSetDevice, int(int device))                                          \
-      each(cudaDeviceGetPCIBusId, int(char* name, int length, int device))                                            \
-          each(cudaMemcpyAsync, int(void* to, const void* from, std::size_t bytes, int kind, CudaStream stream))      \
-              each(cudaStreamCreateWithFlags, int(CudaStream * made, unsigned flags))                                 \
-                  each(cudaStreamDestroy, int(CudaStream stream))                                                     \
-                      each(cudaStreamWaitEvent, int(CudaStream stream, CudaEvent event, unsigned flags))              \
-                          each(cudaEventCreateWithFlags, int(CudaEvent * made, unsigned flags))                       \
-                              each(cudaEventDestroy, int(CudaEvent event)) each(cudaEventQuery, int(CudaEvent event)) \
-                                  each(cudaEventRecord, int(CudaEvent event, CudaStream stream))                      \
-                                      each(cudaGetErrorString, const char*(int error))
+#define LOCKSTEP_CUDA_FUNCTIONS(each)                                                                            \
+  each(cudaGetDevice, int(int* device)) each(cudaSetDevice, int(int device))                                     \
+      each(cudaDeviceGetPCIBusId, int(char* name, int length, int device))                                       \
+          each(cudaMemcpyAsync, int(void* to, const void* from, std::size_t bytes, int kind, CudaStream stream)) \
+              each(cudaStreamCreateWithFlags, int(CudaStream * made, unsigned flags))                            \
+                  each(cudaStreamIsCapturing, int(CudaStream stream, int* status))                               \
+                      each(cudaThreadExchangeStreamCaptureMode, int(int* mode))                                  \
+                          each(cudaStreamDestroy, int(CudaStream stream))                                        \
+                              each(cudaStreamWaitEvent, int(CudaStream stream, CudaEvent event, unsigned flags)) \
+                                  each(cudaEventCreateWithFlags, int(CudaEvent * made, unsigned flags))          \
+                                      each(cudaEventDestroy, int(CudaEvent event))                               \
+                                          each(cudaEventQuery, int(CudaEvent event))                             \
+                                              each(cudaEventRecord, int(CudaEvent event, CudaStream stream))     \
+                                                  each(cudaGetErrorString, const char*(int error))
 
 // The driver's functions that we call. Each returns a CUresult, which is 0 for success.
 #define LOCKSTEP_CUDA_DRIVER_FUNCTIONS(each)                                        \
@@ -113,6 +116,12 @@ class Stream {
 
 // Returns true once the moment has come. Throws Error where the device reports one.
 bool has_come(const Moment& moment);
+
+// True where the work of a stream of the thread's device becomes a CUDA graph.
+bool is_captured(CudaStream stream);
+
+// From here on what the calling thread does is allowed while other threads capture their streams.
+void leave_captures_alone();
 
 // Waits in steps of at most a millisecond until `holds`. Returns false where the deadline passed before.
 bool wait_until(const std::function<bool()>& holds, Deadline deadline);

@@ -63,6 +63,7 @@ class GpuGroup final : public collective::Wrapper {
   }
 
   EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline) override {
+    require_no_capture(calls);
     watch_.is_idle() ? look(kOperation, /*also_left=*/false) : raise_if_failed();
     begin(collective::device_of(calls[0]).index, deadline);
     const OnDevice here(stream_->device());

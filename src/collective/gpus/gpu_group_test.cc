@@ -103,6 +103,42 @@ TEST_P(GpuGroup, BuffersOnSeveralDevicesAreNamed) {
   }));
 }
 
+TEST_P(GpuGroup, ACallOnAStreamThatIsCapturedIsRefused) {
+  for (const std::string gpu_backend : {"nccl", "host"}) {
+    expect_no_errors(run(
+        2,
+        [](const Group& group) {
+          const OnGpu value(group, {1});
+          void* graph = nullptr;
+          ASSERT_EQ(cudaStreamBeginCapture(value.stream(), 1), 0);
+          expect_says(message_of<InvalidArgument>([&] { group.run(value.all_reduce(), soon()); }),
+                      "all_reduce: the call's stream is being captured into a CUDA graph");
+          ASSERT_EQ(cudaStreamEndCapture(value.stream(), &graph), 0);
+          group.run(value.all_reduce(), soon());
+          EXPECT_EQ(value.values(), std::vector<double>{2});
+        },
+        gpu_backend));
+  }
+}
+
+// In the global mode of captures no thread may ask for events, unless it says that it leaves captures alone.
+TEST_P(GpuGroup, CallsAreWatchedWhileAnotherStreamIsCaptured) {
+  constexpr milliseconds kWork(50);
+  expect_no_errors(run(2, [&](const Group& group) {
+    const OnGpu value(group, {1}), other(group, {0});
+    group.run(value.all_reduce(), soon());
+    group.synchronize(soon());
+    if (group.rank() == 0) simulated_gpu_delay(std::chrono::microseconds(kWork).count());
+    group.barrier(soon());
+    group.run(value.all_reduce(), soon());
+    void* graph = nullptr;
+    ASSERT_EQ(cudaStreamBeginCapture(other.stream(), 0), 0);
+    group.synchronize(soon());
+    ASSERT_EQ(cudaStreamEndCapture(other.stream(), &graph), 0);
+    EXPECT_EQ(value.values(), std::vector<double>{4});
+  }));
+}
+
 // A fault keeps NCCL from making ids, so a split can only be made from the Group's own communicator.
 TEST_P(GpuGroup, ASplitOfConnectedRanksIsMadeFromTheirCommunicator) {
   expect_no_errors(run(5, [](const Group& group) {

@@ -23,6 +23,8 @@
 extern "C" {
 int cudaMalloc(void** memory, std::size_t bytes);
 int cudaStreamSynchronize(void* stream);
+int cudaStreamBeginCapture(void* stream, int mode);
+int cudaStreamEndCapture(void* stream, void** graph);
 int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active);
 void* simulated_gpu_memory(const void* device_address);
 void simulated_gpu_free(void* memory);
@@ -144,6 +146,8 @@ class OnGpu {
     call.stream = stream_.get();
     return call;
   }
+
+  CudaStream stream() const { return stream_.get(); }
 
   // Returns what the stream sees, after all that it was told to do.
   std::vector<double> values() const {

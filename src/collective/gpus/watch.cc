@@ -21,7 +21,10 @@ void Watch::end() {
 }
 
 void Watch::begin() {
-  thread_ = std::jthread([this] { loop(); });
+  thread_ = std::jthread([this] {
+    leave_captures_alone();
+    loop();
+  });
 }
 
 void Watch::add(WatchedCall call) {
