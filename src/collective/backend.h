@@ -4,19 +4,42 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "base/failure.h"
+#include "base/mutex.h"
 #include "cluster/bootstrap.h"
 #include "lockstep/collective/group.h"
+#include "transport/shown_numbers.h"
 
 namespace lockstep {
+
+// Tells when calls have ended that were enqueued on a GPU. Any thread.
+class EndOfCalls {
+ public:
+  using Listener = std::function<void(bool have_succeeded)>;
+
+  // Calls `listener` once: in the thread that tells the end, or at once where that was told. A listener must not call
+  // the Group.
+  void then(Listener listener);
+
+  // The first telling counts.
+  void tell(bool have_succeeded);
+
+ private:
+  Mutex mutex_;
+  std::optional<bool> told_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::vector<Listener> listeners_ LOCKSTEP_GUARDED_BY(mutex_);
+};
 
 // Calls that are enqueued on a GPU.
 struct EnqueuedCalls {
   std::function<void()> join;  // makes the calls' streams wait for them
   std::function<bool()> done;
+  std::shared_ptr<EndOfCalls> ended;
+  const char* algorithm = "";
 };
 
 class GroupBackend {
@@ -44,8 +67,16 @@ class GroupBackend {
   // and with `also_left` for one that has left. One thread at a time, as `run`.
   virtual void look(const char* operation, bool also_left) = 0;
 
+  // Each rank shows the others a number by this. Null where ranks cannot. Valid as long as the backend is.
+  virtual transport::ShownNumbers* numbers() { return nullptr; }
+
   // Waits for all that was enqueued, and throws as it would. Any thread.
   virtual void synchronize(Deadline /*deadline*/) {}
+
+  // Prepares a split of the group, in which each rank gives the color and the key of Group::split; a rank whose color
+  // is negative, or its alone, gives -1. Members of a color then call `make`. Collective. One thread at a time, as
+  // `run`.
+  virtual void begin_split(int /*color*/, int /*key*/, Deadline /*deadline*/) {}
 
   // A backend of the same kind for other members, of which this rank is one.
   virtual std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const = 0;

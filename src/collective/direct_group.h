@@ -64,6 +64,7 @@ class DirectGroup : public GroupBackend {
   const char* exchange(std::span<const Call> calls, Deadline deadline) override;
   std::vector<Memory> allocate_shared(std::size_t bytes, Deadline deadline) override;
   void look(const char* operation, bool also_left) override { member_->look(operation, also_left); }
+  transport::ShownNumbers* numbers() override { return member_.get(); }
   void fail(const Failure& failure) override { member_->fail(failure); }
 
  protected:

@@ -222,11 +222,13 @@ std::unique_ptr<Group> Group::split(int color, int key, Deadline deadline) const
   const auto ranks = static_cast<std::size_t>(size());
   std::vector<std::int32_t> mine{color, key}, all(2 * ranks);
   all_gather(buffer_of(std::span(mine)), buffer_of(std::span(all)), deadline);
-  if (color < 0) return nullptr;
   std::vector<int> members;
   for (int r = 0; r < size(); ++r) {
     if (all[static_cast<std::size_t>(2 * r)] == color) members.push_back(r);
   }
+  state_->in_turn(state_->take_number(), deadline, "split",
+                  [&] { state_->backend->begin_split(color < 0 || members.size() == 1 ? -1 : color, key, deadline); });
+  if (color < 0) return nullptr;
   std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
     return all[static_cast<std::size_t>(2 * a + 1)] < all[static_cast<std::size_t>(2 * b + 1)];
   });

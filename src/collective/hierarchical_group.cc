@@ -94,6 +94,8 @@ class HierarchicalGroup final : public GroupBackend {
     });
   }
 
+  transport::ShownNumbers* numbers() override { return global_->numbers(); }
+
   void fail(const Failure& failure) override {
     local_->fail(failure);
     global_->fail(failure);

@@ -22,6 +22,27 @@ bool Work::done() const {
   return state_->done;
 }
 
+void EndOfCalls::then(Listener listener) {
+  std::optional<bool> told;
+  {
+    MutexLock lock(mutex_);
+    told = told_;
+    if (!told) listeners_.push_back(std::move(listener));
+  }
+  if (told) listener(*told);
+}
+
+void EndOfCalls::tell(bool have_succeeded) {
+  std::vector<Listener> listeners;
+  {
+    MutexLock lock(mutex_);
+    if (told_) return;
+    told_ = have_succeeded;
+    listeners.swap(listeners_);
+  }
+  for (const auto& listener : listeners) listener(have_succeeded);
+}
+
 collective::ProgressThread::~ProgressThread() {
   std::deque<Task> left;
   {

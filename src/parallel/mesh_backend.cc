@@ -203,6 +203,10 @@ void MeshBackend::look(const char* operation, bool also_left) {
   translated(mesh_ranks_, [&] { inner().look(operation, also_left); });
 }
 
+void MeshBackend::begin_split(int color, int key, Deadline deadline) {
+  translated(mesh_ranks_, [&] { inner().begin_split(color, key, deadline); });
+}
+
 void MeshBackend::synchronize(Deadline deadline) {
   translated(mesh_ranks_, [&] { inner().synchronize(deadline); });
 }

@@ -61,6 +61,7 @@ class MeshBackend final : public collective::Wrapper {
   EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline) override;
   bool reaches(MemoryDevice device, Deadline deadline) override;
   void look(const char* operation, bool also_left) override;
+  void begin_split(int color, int key, Deadline deadline) override;
   void synchronize(Deadline deadline) override;
 
   // Fails the others as well: ranks that wait in them would not learn of it.

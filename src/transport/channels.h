@@ -9,6 +9,7 @@
 
 #include "base/failure.h"
 #include "lockstep/base/deadline.h"
+#include "transport/shown_numbers.h"
 
 namespace lockstep::transport {
 
@@ -67,6 +68,9 @@ class Channels {
   // As check, and raises PeerLost, during `operation`, for a rank that has ended, or, with `also_left`, has left.
   // As exchange.
   virtual void look(const char* operation, bool also_left) = 0;
+
+  // Valid as long as the channels are.
+  virtual ShownNumbers& numbers() = 0;
 };
 
 }  // namespace lockstep::transport

@@ -18,11 +18,18 @@ namespace {
 // A rank that lives and waits answers within this time.
 constexpr std::chrono::milliseconds kForAnswers(300);
 
-// A message is a Failure. A goodbye is one without a reporter.
-Failure goodbye() { return Failure::aborted(-1, "goodbye"); }
-bool is_goodbye(const Failure& failure) { return failure.reporter < 0; }
-
 }  // namespace
+
+// A message.
+//
+//   kind 8 | number 8 | failure
+struct FailureChannel::Notice {
+  enum class Kind : std::uint64_t { failure, goodbye, question, answer };
+
+  Kind kind = Kind::failure;
+  std::int64_t number = 0;  // that the sender shows
+  Failure failure = {};     // of the kind `failure`
+};
 
 FailureChannel::FailureChannel(int rank, std::int64_t generation, double lost_host_seconds,
                                std::vector<FileDescriptor> links)
@@ -31,12 +38,16 @@ FailureChannel::FailureChannel(int rank, std::int64_t generation, double lost_ho
     if (socket.open()) keep_alive(socket, lost_host_seconds);
     links_.push_back({std::move(socket), {}, false, false, {}});
   }
+  MutexLock lock(mutex_);
+  told_ = {std::vector<std::int64_t>(links_.size()), std::vector<bool>(links_.size())};
 }
 
 FailureChannel::~FailureChannel() { leave(); }
 
 void FailureChannel::leave() {
-  if (!left_) send(goodbye());
+  for (const auto& link : links_) {
+    if (!left_) send_to(link, {Notice::Kind::goodbye});
+  }
   left_ = true;
 }
 
@@ -60,11 +71,35 @@ void FailureChannel::fail(const Failure& failure) {
   eventfd_write(wake_up_.get(), 1);
 }
 
-// Does not block: a link holds some hundred messages, and a rank sends three at most.
 void FailureChannel::send(const Failure& failure) {
-  for (const auto& link : links_) {
-    if (link.socket.open()) ::send(link.socket.get(), &failure, sizeof failure, MSG_NOSIGNAL | MSG_DONTWAIT);
+  for (const auto& link : links_) send_to(link, {.failure = failure});
+}
+
+// Does not block: a link holds some hundred messages, and a rank sends a few.
+void FailureChannel::send_to(const Link& link, Notice notice) const {
+  notice.number = number_;
+  if (link.socket.open()) ::send(link.socket.get(), &notice, sizeof notice, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+void FailureChannel::ask() {
+  {
+    MutexLock lock(mutex_);
+    told_.since_asked.assign(links_.size(), false);
   }
+  for (const auto& link : links_) send_to(link, {Notice::Kind::question});
+}
+
+ShownNumbers::Told FailureChannel::told() {
+  keep_told(rank_, number_, /*since_asked=*/true);
+  MutexLock lock(mutex_);
+  return told_;
+}
+
+void FailureChannel::keep_told(int rank, std::optional<std::int64_t> number, bool since_asked) {
+  const auto index = static_cast<std::size_t>(rank);
+  MutexLock lock(mutex_);
+  if (number) told_.numbers[index] = *number;
+  if (since_asked) told_.since_asked[index] = true;
 }
 
 // Forwards a failure that another rank reported: this rank may leave because of it before the reporter has told
@@ -180,26 +215,36 @@ void FailureChannel::listen(std::span<pollfd> channels, Deadline deadline) {
 
 void FailureChannel::receive(int rank) {
   auto& link = links_[static_cast<std::size_t>(rank)];
-  std::byte bytes[sizeof(Failure)];
+  std::byte bytes[sizeof(Notice)];
   while (true) {
-    const auto count = recv(link.socket.get(), bytes, sizeof bytes - link.partial_message.size(), MSG_DONTWAIT);
+    const auto count = recv(link.socket.get(), bytes, sizeof bytes - link.partial_notice.size(), MSG_DONTWAIT);
     if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (count <= 0) {
       link.ended = true;
-      return;
+      return keep_told(rank, std::nullopt, /*since_asked=*/true);
     }
-    link.partial_message.insert(link.partial_message.end(), bytes, bytes + count);
-    if (link.partial_message.size() < sizeof(Failure)) continue;
-    Failure failure;
-    std::memcpy(&failure, link.partial_message.data(), sizeof failure);
-    link.partial_message.clear();
-    if (is_goodbye(failure)) {
-      link.left = true;
-      continue;
+    link.partial_notice.insert(link.partial_notice.end(), bytes, bytes + count);
+    if (link.partial_notice.size() < sizeof(Notice)) continue;
+    Notice notice;
+    std::memcpy(&notice, link.partial_notice.data(), sizeof notice);
+    link.partial_notice.clear();
+    take(rank, notice);
+  }
+}
+
+void FailureChannel::take(int rank, const Notice& notice) {
+  auto& link = links_[static_cast<std::size_t>(rank)];
+  keep_told(rank, notice.number, /*since_asked=*/notice.kind == Notice::Kind::answer);
+  switch (notice.kind) {
+    case Notice::Kind::question: return send_to(link, {Notice::Kind::answer});
+    case Notice::Kind::goodbye: link.left = true; break;
+    case Notice::Kind::failure: {
+      const auto failure = notice.failure.checked(size());
+      link.last_error = failure;
+      record(failure);
+      break;
     }
-    failure = failure.checked(size());
-    link.last_error = failure;
-    record(failure);
+    default: break;
   }
 }
 

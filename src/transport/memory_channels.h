@@ -52,6 +52,7 @@ class MemoryChannels final : public Channels {
   }
   void check() override { member_->check(); }
   void look(const char* operation, bool also_left) override { member_->look(operation, also_left); }
+  ShownNumbers& numbers() override { return *member_; }
 
  private:
   Mailbox& mailbox(int from, int to) const;

@@ -16,22 +16,23 @@
 #include "lockstep/base/deadline.h"
 #include "transport/channels.h"
 #include "transport/connections.h"
+#include "transport/shown_numbers.h"
 
 namespace lockstep::transport {
 
-// One connection to each other rank that carries failures only. When it ends, that rank is gone.
+// One connection to each other rank that carries failures and shown numbers. When it ends, that rank is gone.
 //
 // One thread at a time waits and checks; any thread may call fail.
 //
 // When a deadline passes, ranks tell each other whom they wait for, and blame the awaited ranks that do not answer. So
 // a rank does not blame a neighbour that itself waits for another one.
-class FailureChannel {
+class FailureChannel final : public ShownNumbers {
  public:
   // `links[r]`: a connected socket to rank r; closed where r is `rank`. A host that does not answer for
   // `lost_host_seconds` is lost, though not one whose processes do not.
   FailureChannel(int rank, std::int64_t generation, double lost_host_seconds, std::vector<FileDescriptor> links);
   // Leaves. Does not wait.
-  ~FailureChannel();
+  ~FailureChannel() override;
   FailureChannel(const FailureChannel&) = delete;
   FailureChannel& operator=(const FailureChannel&) = delete;
 
@@ -71,6 +72,11 @@ class FailureChannel {
   bool alone() const;
   void listen(std::span<pollfd> channels, Deadline deadline);
 
+  void show(std::int64_t number) override { number_ = number; }
+  void ask() override;
+  void answer() override { listen({}, Deadline::after(std::chrono::seconds(0))); }
+  Told told() override;
+
   // True where the link to `rank` has ended.
   bool gone(int rank) const { return links_[static_cast<std::size_t>(rank)].ended; }
 
@@ -79,18 +85,22 @@ class FailureChannel {
   [[noreturn]] void lost(int rank, const char* operation);
 
  private:
+  struct Notice;
   struct Link {
     FileDescriptor socket;
-    std::vector<std::byte> partial_message;  // bytes of an incomplete message
+    std::vector<std::byte> partial_notice;  // bytes of an incomplete one
     bool ended = false;
     bool left = false;  // it said goodbye
     std::optional<Failure> last_error;
   };
 
   void receive(int rank);
+  void take(int rank, const Notice& notice);
   bool is_first(const Failure& failure);  // keeps it and returns true where none was kept before
   void record(const Failure& failure);
   void send(const Failure& failure);
+  void send_to(const Link& link, Notice notice) const;
+  void keep_told(int rank, std::optional<std::int64_t> number, bool since_asked);
   std::optional<Failure> current_failure();
   [[noreturn]] void raise();
   [[noreturn]] void find_to_blame(std::span<const int> late, double seconds, const char* operation);
@@ -102,8 +112,10 @@ class FailureChannel {
   bool gave_up_ = false;     // of the thread that waits: it has told the others whom it waits for
   bool left_ = false;
   std::atomic<bool> failed_{false};
+  std::atomic<std::int64_t> number_{0};  // that this rank shows
   Mutex mutex_;
   std::optional<Failure> failure_ LOCKSTEP_GUARDED_BY(mutex_);
+  Told told_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
 // Calls move(message), which returns true where it moved something, for messages that are not finished; those of one
@@ -138,6 +150,7 @@ class SocketChannels final : public Channels {
   }
   void check() override { failure_channel_.check(); }
   void look(const char* operation, bool also_left) override { failure_channel_.look(operation, also_left); }
+  ShownNumbers& numbers() override { return failure_channel_; }
 
  private:
   struct Header;

@@ -130,6 +130,12 @@ void SpaceMember::look(const char* operation, bool also_left) {
   }
 }
 
+ShownNumbers::Told SpaceMember::told() {
+  Told told{{}, std::vector<bool>(count(size()), true)};
+  for (int r = 0; r < size(); ++r) told.numbers.push_back(space_->control_block(r).number);
+  return told;
+}
+
 Failure SpaceMember::lost(int rank, bool left, const char* operation) const {
   const auto how = text(left ? "it left the group" : "its process ended", " during ", operation);
   return Failure::peer_lost(name_of(rank_), name_of(rank), how);

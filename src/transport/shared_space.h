@@ -18,6 +18,7 @@
 #include "base/file.h"
 #include "lockstep/base/deadline.h"
 #include "transport/connections.h"
+#include "transport/shown_numbers.h"
 #include "transport/signal.h"
 
 namespace lockstep::transport {
@@ -45,6 +46,7 @@ struct alignas(64) ControlBlock {
   Signal wake_up;
   std::atomic<std::uint32_t> left;
   std::atomic<std::uint32_t> remote_access;  // it reads or writes the others' buffers
+  std::atomic<std::int64_t> number;          // that this rank shows
 
   // The memory that this rank allocates (shared_heap.h): the number of segments, and where each ends in the file.
   // `mapped[r]`: how many of rank r's segments this rank has mapped.
@@ -94,13 +96,13 @@ class SharedSpace {
 };
 
 // One rank's place in a space. Its thread waits; any thread may call fail and check.
-class SpaceMember {
+class SpaceMember final : public ShownNumbers {
  public:
   // `pidfds[r]`: a pidfd of rank r's process, or closed where it is this process. `names[r]`: the number by which
   // failures name it; its rank by default. The destructor announces that this rank has left.
   SpaceMember(std::shared_ptr<SharedSpace> space, int rank, std::int64_t generation, SpinThenBlock spin,
               std::vector<FileDescriptor> pidfds = {}, std::vector<int> names = {});
-  ~SpaceMember();
+  ~SpaceMember() override;
 
   SharedSpace& space() const { return *space_; }
   std::shared_ptr<SharedSpace> shared_space() const { return space_; }
@@ -164,6 +166,11 @@ class SpaceMember {
   // Raises the first failure, or PeerLost, during `operation`, for a rank whose process ended before it left, or, with
   // `also_left`, that has left.
   void look(const char* operation, bool also_left);
+
+  void show(std::int64_t number) override { space_->control_block(rank_).number = number; }
+  void ask() override {}
+  void answer() override {}
+  Told told() override;
 
   // The first failure is kept, on all ranks.
   void fail(const Failure& failure);

@@ -2,16 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <utility>
-#include <vector>
 
+#include "cuda_driver.h"
 #include "device_memory.h"
+#include "handles.h"
 #include "stream.h"
 
 namespace simulated_gpu {
@@ -36,20 +34,43 @@ constexpr std::array kErrors{
     Error{kInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     Error{kNotReady, "cudaErrorNotReady", "device not ready"},
     Error{kNotPermitted, "cudaErrorNotPermitted", "operation not permitted"},
+    Error{kIllegalState, "cudaErrorIllegalState", "the operation cannot be performed in the present state"},
+    Error{kCaptureUnsupported, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
     Error{kNotSupported, "cudaErrorNotSupported", "operation not supported"},
 };
 
-thread_local int current_device = 0;
+thread_local int chosen_device = 0;  // is current while the thread has no context
+// How captures go with what other threads do.
+constexpr int kGlobal = 0, kRelaxed = 2;
+std::atomic<int> global_captures = 0;
+thread_local int mode_of_thread = kGlobal;
+
 thread_local int last_error = kSuccess;
 
 int fail(int error) { return last_error = error; }
 
 int gpus() {
-  static const int count = [] {
-    const char* const given = std::getenv("LOCKSTEP_SIMULATED_GPUS");
-    return given == nullptr ? 0 : std::atoi(given);
-  }();
+  int count = 0;
+  cuDeviceGetCount(&count);
   return count;
+}
+
+int current_device() {
+  int device = 0;
+  return cuCtxGetDevice(&device) == kSuccess ? device : chosen_device;
+}
+
+// From here on the thread has a context of the device, which it makes where there is none.
+void make_context_current(int device) {
+  CUcontext context = nullptr;
+  cuDevicePrimaryCtxRetain(&context, device);
+  cuCtxSetCurrent(context);
+}
+
+// Most functions of CUDA begin with this, even those that only need an event.
+void need_context() {
+  int device = 0;
+  if (cuCtxGetDevice(&device) != kSuccess) make_context_current(chosen_device);
 }
 
 const Error* find_error(int code) {
@@ -58,94 +79,21 @@ const Error* find_error(int code) {
   return found == kErrors.end() ? nullptr : found;
 }
 
-// All streams and events, by their handles. A handle is the object's address.
-class Runtime {
- public:
-  static Runtime& get() {
-    static auto* const runtime = new Runtime;  // threads of streams may outlive all else
-    return *runtime;
-  }
-
-  cudaStream_t make_stream() {
-    auto stream = std::make_shared<Stream>(current_device);
-    const std::lock_guard lock(mutex_);
-    return streams_.emplace(stream.get(), stream).first->first;
-  }
-
-  cudaEvent_t make_event() {
-    auto event = std::make_shared<Event>(current_device);
-    const std::lock_guard lock(mutex_);
-    return events_.emplace(event.get(), event).first->first;
-  }
-
-  // Returns null for a handle that is none. Null is the handle of the current device's default stream.
-  std::shared_ptr<Stream> stream(cudaStream_t handle) {
-    const std::lock_guard lock(mutex_);
-    if (handle == nullptr) return default_stream(current_device);
-    const auto found = streams_.find(handle);
-    return found == streams_.end() ? nullptr : found->second;
-  }
-
-  std::shared_ptr<Event> event(cudaEvent_t handle) {
-    const std::lock_guard lock(mutex_);
-    const auto found = events_.find(handle);
-    return found == events_.end() ? nullptr : found->second;
-  }
-
-  bool destroy_stream(cudaStream_t handle) {
-    const std::lock_guard lock(mutex_);
-    const auto found = streams_.find(handle);
-    if (found == streams_.end()) return false;
-    found->second->close();
-    streams_.erase(found);
-    return true;
-  }
-
-  bool destroy_event(cudaEvent_t handle) {
-    const std::lock_guard lock(mutex_);
-    return events_.erase(handle) > 0;
-  }
-
-  void synchronize(int device) {
-    std::vector<std::shared_ptr<Stream>> all;
-    {
-      const std::lock_guard lock(mutex_);
-      all.push_back(default_stream(device));
-      for (const auto& [handle, stream] : streams_) {
-        if (stream->device() == device) all.push_back(stream);
-      }
-    }
-    for (const auto& stream : all) stream->synchronize();
-  }
-
-  std::atomic<std::int64_t> copies_to_host = 0, copies_from_host = 0;
-
- private:
-  std::shared_ptr<Stream> default_stream(int device) {
-    auto& stream = defaults_[device];
-    if (!stream) stream = std::make_shared<Stream>(device);
-    return stream;
-  }
-
-  std::mutex mutex_;  // protects the following
-  std::map<int, std::shared_ptr<Stream>> defaults_;
-  std::map<cudaStream_t, std::shared_ptr<Stream>> streams_;
-  std::map<cudaEvent_t, std::shared_ptr<Event>> events_;
-};
-
 // Calls act(stream), or returns the error of a handle that is none.
 template <class Act>
 int with_stream(cudaStream_t handle, const Act& act) {
   if (in_stream()) return fail(kNotPermitted);
   if (gpus() == 0) return fail(kNoDevice);
-  const auto stream = Runtime::get().stream(handle);
+  need_context();
+  const auto stream = Handles::get().stream(handle, current_device());
   return stream ? act(*stream) : fail(kInvalidResourceHandle);
 }
 
 template <class Act>
 int with_event(cudaEvent_t handle, const Act& act) {
   if (in_stream()) return fail(kNotPermitted);
-  const auto event = Runtime::get().event(handle);
+  need_context();
+  const auto event = Handles::get().event(handle);
   return event ? act(*event) : fail(kInvalidResourceHandle);
 }
 
@@ -191,14 +139,15 @@ int cudaGetDeviceCount(int* count) {
 
 int cudaGetDevice(int* device) {
   if (device == nullptr) return fail(kInvalidValue);
-  *device = current_device;
+  *device = current_device();
   return gpus() == 0 ? fail(kNoDevice) : kSuccess;
 }
 
 int cudaSetDevice(int device) {
   if (gpus() == 0) return fail(kNoDevice);
   if (device < 0 || device >= gpus()) return fail(kInvalidDevice);
-  current_device = device;
+  chosen_device = device;
+  make_context_current(device);
   return kSuccess;
 }
 
@@ -213,13 +162,15 @@ int cudaDeviceGetPCIBusId(char* name, int length, int device) {
 int cudaDeviceSynchronize() {
   if (in_stream()) return fail(kNotPermitted);
   if (gpus() == 0) return fail(kNoDevice);
-  Runtime::get().synchronize(current_device);
+  need_context();
+  Handles::get().synchronize(current_device());
   return kSuccess;
 }
 
 int cudaMalloc(void** memory, size_t bytes) {
   if (gpus() == 0) return fail(kNoDevice);
   if (memory == nullptr) return fail(kInvalidValue);
+  need_context();
   *memory = simulated_gpu_allocate(bytes);
   return *memory == nullptr && bytes > 0 ? fail(kMemoryAllocation) : kSuccess;
 }
@@ -227,9 +178,10 @@ int cudaMalloc(void** memory, size_t bytes) {
 int cudaFree(void* memory) {
   if (memory == nullptr) return kSuccess;
   if (in_stream()) return fail(kNotPermitted);
+  need_context();
   const int device = DeviceMemory::get().device_of(memory, 0);
   if (device < 0) return fail(kInvalidValue);
-  Runtime::get().synchronize(device);
+  Handles::get().synchronize(device);
   return DeviceMemory::get().give_back(memory) ? kSuccess : fail(kInvalidValue);
 }
 
@@ -245,8 +197,8 @@ int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, cudaStre
     const void* const input = readable(from, bytes);
     void* const output = readable(to, bytes);
     if (input == nullptr || output == nullptr || !fits(kind, from_device, to_device)) return fail(kInvalidValue);
-    if (from_device && !to_device) ++Runtime::get().copies_to_host;
-    if (!from_device && to_device) ++Runtime::get().copies_from_host;
+    if (from_device && !to_device) ++Handles::get().copies_to_host;
+    if (!from_device && to_device) ++Handles::get().copies_from_host;
     stream.push([=] { std::memmove(output, input, bytes); });
     return kSuccess;
   });
@@ -268,12 +220,14 @@ int cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
 int cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
   if (gpus() == 0) return fail(kNoDevice);
   if (stream == nullptr || flags > 1) return fail(kInvalidValue);
-  *stream = Runtime::get().make_stream();
+  need_context();
+  *stream = Handles::get().make_stream(current_device());
   return kSuccess;
 }
 
 int cudaStreamDestroy(cudaStream_t stream) {
-  return Runtime::get().destroy_stream(stream) ? kSuccess : fail(kInvalidResourceHandle);
+  need_context();
+  return Handles::get().destroy_stream(stream) ? kSuccess : fail(kInvalidResourceHandle);
 }
 
 int cudaStreamSynchronize(cudaStream_t handle) {
@@ -297,10 +251,37 @@ int cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned flags) 
   });
 }
 
+int cudaStreamBeginCapture(cudaStream_t handle, int mode) {
+  return with_stream(handle, [&](Stream& stream) {
+    if (mode < kGlobal || mode > kRelaxed || stream.capture_mode() >= 0) return fail(kIllegalState);
+    stream.capture(mode);
+    if (mode == kGlobal) ++global_captures;
+    return kSuccess;
+  });
+}
+
+int cudaStreamEndCapture(cudaStream_t handle, void** graph) {
+  return with_stream(handle, [&](Stream& stream) {
+    const int mode = stream.capture_mode();
+    if (mode < 0) return fail(kIllegalState);
+    stream.capture(-1);
+    if (mode == kGlobal) --global_captures;
+    *graph = nullptr;
+    return kSuccess;
+  });
+}
+
 int cudaStreamIsCapturing(cudaStream_t handle, int* status) {
   if (status == nullptr) return fail(kInvalidValue);
-  *status = 0;
-  return with_stream(handle, [](Stream&) { return kSuccess; });
+  return with_stream(handle, [&](Stream& stream) {
+    *status = stream.capture_mode() >= 0 ? 1 : 0;
+    return kSuccess;
+  });
+}
+
+int cudaThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, mode_of_thread);
+  return kSuccess;
 }
 
 int cudaStreamGetDevice(cudaStream_t handle, int* device) {
@@ -322,12 +303,14 @@ int cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
 int cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   if (gpus() == 0) return fail(kNoDevice);
   if (event == nullptr || flags > 7) return fail(kInvalidValue);
-  *event = Runtime::get().make_event();
+  need_context();
+  *event = Handles::get().make_event(current_device());
   return kSuccess;
 }
 
 int cudaEventDestroy(cudaEvent_t event) {
-  return Runtime::get().destroy_event(event) ? kSuccess : fail(kInvalidResourceHandle);
+  need_context();
+  return Handles::get().destroy_event(event) ? kSuccess : fail(kInvalidResourceHandle);
 }
 
 int cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
@@ -341,6 +324,7 @@ int cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
 }
 
 int cudaEventQuery(cudaEvent_t event) {
+  if (global_captures > 0 && mode_of_thread == kGlobal) return fail(kCaptureUnsupported);
   return with_event(event, [](Event& found) { return found.has_come() ? kSuccess : kNotReady; });
 }
 
@@ -373,13 +357,13 @@ int simulated_gpu_device(const void* device_address, size_t bytes) {
 }
 
 void* simulated_gpu_allocate(size_t bytes) {
-  return bytes == 0 ? nullptr : DeviceMemory::get().allocate(bytes, current_device);
+  return bytes == 0 ? nullptr : DeviceMemory::get().allocate(bytes, current_device());
 }
 
 void simulated_gpu_free(void* memory) { DeviceMemory::get().give_back(memory); }
 
-std::int64_t simulated_gpu_copies_to_host() { return Runtime::get().copies_to_host; }
-std::int64_t simulated_gpu_copies_from_host() { return Runtime::get().copies_from_host; }
+std::int64_t simulated_gpu_copies_to_host() { return Handles::get().copies_to_host; }
+std::int64_t simulated_gpu_copies_from_host() { return Handles::get().copies_from_host; }
 
 void simulated_gpu_delay(int microseconds) { delay_microseconds() = microseconds; }
 }

@@ -22,6 +22,8 @@ inline constexpr int kInvalidResourceHandle = 400;
 inline constexpr int kNotReady = 600;
 inline constexpr int kNotPermitted = 800;
 inline constexpr int kNotSupported = 801;
+inline constexpr int kCaptureUnsupported = 900;
+inline constexpr int kIllegalState = 401;
 
 }  // namespace simulated_gpu
 
@@ -36,7 +38,7 @@ int cudaDriverGetVersion(int* version);
 int cudaGetDeviceCount(int* count);
 int cudaGetDeviceProperties(void* properties, int device);  // not supported
 int cudaGetDevice(int* device);
-int cudaSetDevice(int device);  // for the calling thread
+int cudaSetDevice(int device);  // for the calling thread; makes the device's context
 int cudaDeviceGetPCIBusId(char* name, int length, int device);
 int cudaDeviceSynchronize();
 
@@ -52,7 +54,12 @@ int cudaStreamDestroy(cudaStream_t stream);  // returns at once; the stream's wo
 int cudaStreamSynchronize(cudaStream_t stream);
 int cudaStreamQuery(cudaStream_t stream);
 int cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
+// Nothing can be recorded, and work of a stream that is captured is lost. The modes: 0 global, in which other threads
+// must leave events alone, 1 of the thread alone, 2 relaxed.
+int cudaStreamBeginCapture(cudaStream_t stream, int mode);
+int cudaStreamEndCapture(cudaStream_t stream, void** graph);  // null
 int cudaStreamIsCapturing(cudaStream_t stream, int* status);
+int cudaThreadExchangeStreamCaptureMode(int* mode);
 int cudaStreamGetDevice(cudaStream_t stream, int* device);
 int cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data);
 

@@ -7,7 +7,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -239,23 +238,11 @@ int ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* made, ncclC
     require(color >= kNoColor, "the color must be 0 or more, or NCCL_SPLIT_NOCOLOR");
     const auto parent = Registry::get().find(handle);
     parent->require_settled();
-    const int result = make(made, parent->device(), blocks(config, parent->blocking()),
-                            [&](const Shared& child) { return parent->split(color, key, child); });
-    if (color == kNoColor) Registry::get().remove(std::exchange(*made, nullptr));
-    return result;
-  });
-}
-
-int ncclCommShrink(ncclComm_t handle, int* excluded, int count, ncclComm_t* made, ncclConfig_t* config, int flags) {
-  return result_of([&] {
-    require(made != nullptr, "newcomm is null");
-    require(excluded != nullptr && count > 0, "there are no ranks to exclude");
-    require(flags == 0 || flags == kShrinkAbort, "the flags must be NCCL_SHRINK_DEFAULT or NCCL_SHRINK_ABORT");
-    const auto parent = Registry::get().find(handle);
-    if (flags == kShrinkAbort) parent->end("the communicator was shrunk");
-    if (flags == 0) parent->require_settled();
-    return make(made, parent->device(), blocks(config, parent->blocking()), [&](const Shared& child) {
-      return parent->shrink({excluded, excluded + count}, child);
+    parent->require_idle();
+    *made = nullptr;
+    const auto child = std::make_shared<Communicator>(parent->device(), blocks(config, parent->blocking()));
+    return parent->split(color, key, child, [=] {
+      if (color != kNoColor) std::atomic_ref(*made).store(Registry::get().add(child), std::memory_order_release);
     });
   });
 }
@@ -286,15 +273,6 @@ int ncclCommAbort(ncclComm_t handle) {
     }
     communicator->end("the communicator was aborted");
     Registry::get().remove(handle);
-    return kSuccess;
-  });
-}
-
-int ncclCommRevoke(ncclComm_t handle, int flags) {
-  if (handle == nullptr) return kSuccess;
-  return result_of([&] {
-    require(flags == 0, "the flags must be NCCL_REVOKE_DEFAULT");
-    Registry::get().find(handle)->revoke();
     return kSuccess;
   });
 }

@@ -10,6 +10,8 @@
 //   rank aborts, and no error is reported for it.
 // - ncclCommFinalize waits for the other ranks, and so does ncclCommDestroy without it.
 //
+// - The handle that ncclCommSplit makes is written when the communicator is done, by another thread.
+//
 // A handle is never used again, so calls with one that was destroyed return kInvalidArgument.
 #pragma once
 
@@ -33,8 +35,7 @@ inline constexpr int kInProgress = 7;
 enum DType { kInt8, kUint8, kInt32, kUint32, kInt64, kUint64, kFloat16, kFloat32, kFloat64, kBfloat16, kDTypes };
 enum Op { kSum, kProd, kMax, kMin, kAvg, kOps };
 
-inline constexpr int kNoColor = -1;     // of ncclCommSplit
-inline constexpr int kShrinkAbort = 1;  // of ncclCommShrink
+inline constexpr int kNoColor = -1;  // of ncclCommSplit
 
 }  // namespace simulated_nccl
 
@@ -62,12 +63,9 @@ const char* ncclGetLastError(ncclComm_t communicator);
 int ncclCommInitRank(ncclComm_t* made, int size, ncclUniqueId id, int rank);
 int ncclCommInitRankConfig(ncclComm_t* made, int size, ncclUniqueId id, int rank, ncclConfig_t* config);
 int ncclCommSplit(ncclComm_t communicator, int color, int key, ncclComm_t* made, ncclConfig_t* config);
-int ncclCommShrink(ncclComm_t communicator, int* excluded, int count, ncclComm_t* made, ncclConfig_t* config,
-                   int flags);
 int ncclCommFinalize(ncclComm_t communicator);
 int ncclCommDestroy(ncclComm_t communicator);
 int ncclCommAbort(ncclComm_t communicator);
-int ncclCommRevoke(ncclComm_t communicator, int flags);
 int ncclCommGetAsyncError(ncclComm_t communicator, int* result);
 int ncclCommCount(ncclComm_t communicator, int* count);
 int ncclCommUserRank(ncclComm_t communicator, int* rank);

@@ -9,6 +9,7 @@
 
 #include "base/text.h"
 #include "collective/make.h"
+#include "cuda_driver.h"
 #include "lockstep/base/error.h"
 #include "nccl.h"
 #include "nccl_faults.h"
@@ -24,15 +25,15 @@ using lockstep::text;
 class OnDevice {
  public:
   explicit OnDevice(int device) {
-    cudaGetDevice(&before_);
-    cudaSetDevice(device);
+    cuDevicePrimaryCtxRetain(&context_, device);
+    cuCtxPushCurrent_v2(context_);
   }
-  ~OnDevice() { cudaSetDevice(before_); }
+  ~OnDevice() { cuCtxPopCurrent_v2(&context_); }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
-  int before_ = 0;
+  CUcontext context_ = nullptr;
 };
 
 void require_cuda(int error) {
@@ -106,42 +107,26 @@ int Communicator::init(const std::string& location, int rank, int size) {
   });
 }
 
-int Communicator::split(int color, int key, const std::shared_ptr<Communicator>& made) {
-  return start_child(made, [=, this, number = next_child()] {
-    const auto store = connect_to(store_of(0), [&] { return made->ended(); });
-    made->connect_by_color(store.prefixed(text("split ", number, "/")), member(), color, key);
-  });
-}
-
-int Communicator::shrink(const std::set<int>& excluded, const std::shared_ptr<Communicator>& made) {
-  const auto parent = member();
-  std::vector<int> members;
-  for (int rank = 0; rank < parent.size; ++rank) {
-    if (!excluded.contains(rank)) members.push_back(rank);
-  }
-  const auto mine = std::find(members.begin(), members.end(), parent.rank);
-  if (mine == members.end()) throw Failed(kInvalidArgument, text("rank ", parent.rank, " excludes itself"));
-  const auto rank = static_cast<int>(mine - members.begin());
-  return start_child(made, [=, this, number = next_child()] {
-    const auto store = connect_to(store_of(members[0]), [&] { return made->ended(); });
-    made->connect(store.prefixed(text("shrink ", number, " to ", lockstep::join(members, " "), "/")), rank,
-                  static_cast<int>(members.size()));
-  });
-}
-
-int Communicator::start_child(const std::shared_ptr<Communicator>& made, const std::function<void()>& connect) {
+int Communicator::split(int color, int key, const std::shared_ptr<Communicator>& made,
+                        const std::function<void()>& publish) {
   made->begin();
+  int number = 0;
   {
     MutexLock lock(mutex_);
     child_ = made;
+    number = children_++;
   }
   return start([=, this] {
-    made->carry_out(connect);
+    made->carry_out([=, this] {
+      const auto store = connect_to(store_of(0), [&] { return made->ended(); });
+      made->connect_by_color(store.prefixed(text("split ", number, "/")), member(), color, key);
+    });
     {
       MutexLock lock(mutex_);
       child_.reset();
     }
     if (made->result() != kSuccess) throw Failed(made->result(), made->error());
+    publish();
   });
 }
 
@@ -237,18 +222,6 @@ void Communicator::end(const std::string& reason) {
   group_.reset();
 }
 
-void Communicator::revoke() {
-  {
-    MutexLock lock(mutex_);
-    if (ended_ || finalized_) throw Failed(kInvalidArgument, "the communicator was finalized or revoked");
-  }
-  end("the communicator was revoked");
-  MutexLock lock(mutex_);
-  while (result_ == kInProgress) changed_.wait(mutex_);
-  result_ = kSuccess;
-  error_.clear();
-}
-
 int Communicator::launch(const std::vector<Queued>& queued) {
   auto launched = std::make_unique<Launched>();
   launched->communicator = shared_from_this();
@@ -304,11 +277,6 @@ void Communicator::run(const Launched& launched) {
   if (!is_done) wait_until_ended();
 }
 
-int Communicator::next_child() {
-  MutexLock lock(mutex_);
-  return children_++;
-}
-
 void Communicator::wait_until_ended() const {
   MutexLock lock(mutex_);
   while (!ended_) changed_.wait(mutex_);
@@ -356,6 +324,11 @@ void Communicator::require_settled() const {
     throw Failed(kInvalidArgument, "Attempt to use communicator before the previous operation returned ncclSuccess");
   }
   if (result_ != kSuccess) throw Failed(result_, error_);
+}
+
+void Communicator::require_idle() const {
+  MutexLock lock(mutex_);
+  if (turn_ != next_) throw Failed(kInvalidUsage, "operations of the communicator are still running");
 }
 
 void Communicator::require_ready() const {

@@ -5,7 +5,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -32,11 +31,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Connects the ranks through the store at `location`. Collective.
   int init(const std::string& location, int rank, int size);
 
-  // Connects `made` to the ranks that give its color, and to none where the color is negative. Collective.
-  int split(int color, int key, const std::shared_ptr<Communicator>& made);
-
-  // Connects `made` to the ranks that are not excluded. Collective among these.
-  int shrink(const std::set<int>& excluded, const std::shared_ptr<Communicator>& made);
+  // Connects `made` to the ranks that give its color, and to none where the color is negative. Calls `publish` when
+  // that is done. Collective.
+  int split(int color, int key, const std::shared_ptr<Communicator>& made, const std::function<void()>& publish);
 
   // Waits for all operations and all ranks. Collective.
   int finalize();
@@ -47,14 +44,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Ends this rank's operations: the one that runs, and later ones at once. Returns when none runs.
   void end(const std::string& reason);
 
-  // Ends the operations, and forgets errors.
-  void revoke();
-
   // Puts the operations into their streams, where they go on side by side.
   int launch(const std::vector<Queued>& queued);
 
   // Throws while something is kInProgress, and for an error.
   void require_settled() const;
+
+  // Throws while operations run.
+  void require_idle() const;
 
   // Throws unless operations may be called.
   void require_ready() const;
@@ -79,14 +76,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void begin();
   void settle(int result, const std::string& error);
 
-  int start_child(const std::shared_ptr<Communicator>& made, const std::function<void()>& connect);
   void connect(const lockstep::Store& store, int rank, int size);
   void connect_by_color(const lockstep::Store& store, const Member& parent, int color, int key);
 
   void enqueue(const std::vector<Queued>& queued, std::unique_ptr<Launched> launched);
   void run(const Launched& launched);
 
-  int next_child();
   void wait_until_ended() const;
   bool ended() const;
   lockstep::Group group() const;

@@ -24,12 +24,23 @@ bool in_stream() { return is_stream; }
 
 void Stream::push(std::function<void()> work) {
   const std::lock_guard lock(mutex_);
+  if (capture_mode_ >= 0) return;
   queue_.push_back(std::move(work));
   ++pushed_;
   if (!std::exchange(begun_, true)) {
     std::thread([self = shared_from_this()] { self->do_work(); }).detach();  // it may be stuck when the program ends
   }
   changed_.notify_all();
+}
+
+void Stream::capture(int mode) {
+  const std::lock_guard lock(mutex_);
+  capture_mode_ = mode;
+}
+
+int Stream::capture_mode() {
+  const std::lock_guard lock(mutex_);
+  return capture_mode_;
 }
 
 void Stream::close() {

@@ -26,6 +26,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
   int device() const { return device_; }
   void push(std::function<void()> work);
 
+  // While a stream is captured, its work is dropped. `mode` is CUDA's; -1: it is not captured.
+  void capture(int mode);
+  int capture_mode();
+
   // The thread ends after the work that is queued.
   void close();
 
@@ -43,6 +47,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::deque<std::function<void()>> queue_;
   std::uint64_t pushed_ = 0, done_ = 0;
   bool begun_ = false, closed_ = false;
+  int capture_mode_ = -1;
 };
 
 // A moment in a stream that may be recorded again and again. Any thread may call.

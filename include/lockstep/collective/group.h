@@ -152,7 +152,8 @@ class Group {
   void recv(Buffer buffer, int from, Deadline deadline) const { run(Call::recv(buffer, from), deadline); }
 
   // Returns a Group of the ranks that pass the same color (0 or more), ordered by key, then by rank here. Returns
-  // nothing on a rank with a negative color. Collective. Follows MPI_Comm_split.
+  // nothing on a rank with a negative color. Where this Group has made calls on GPUs, each rank uses the same GPU in
+  // the new Group. Collective. Follows MPI_Comm_split.
   std::unique_ptr<Group> split(int color, int key, Deadline deadline) const;
 
   // Memory, zeroed and aligned to pages, that this Group reduces in place without a copy where it can. Not collective.

@@ -46,7 +46,8 @@ class Timeline {
 
 // Records every operation, but not those of groups that are split from it: when it was called, began and ended, its
 // bytes and its algorithm. Collective: the ranks' clocks count from one barrier. Operations of one rank run one after
-// the other, so the slices of a track never overlap.
+// the other, so the slices of a track never overlap. Calls on a GPU have a track of their own. They begin when they are
+// enqueued and the call before has ended, and end when the GPU has done them.
 Group with_timeline(const Group& group, Timeline& timeline, Deadline deadline);
 
 // A fault on this rank, for tests.
@@ -65,7 +66,8 @@ struct Fault {
   double seconds = 0;
 };
 
-// Places are the names that the sources give to fail_point: "direct.descriptor_written", "tcp.in_exchange", ...
+// Places are the names that the sources give to fail_point: "direct.descriptor_written", "tcp.in_exchange",
+// "gpus.enqueued", ... Calls that are made together on a GPU count as one.
 Group with_faults(const Group& group, std::vector<Fault> faults);
 
 }  // namespace lockstep

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <map>
 #include <thread>
 #include <vector>
 
@@ -18,14 +19,38 @@ constexpr int kNotReady = 600;          // cudaErrorNotReady
 constexpr unsigned kNonBlocking = 1;    // cudaStreamNonBlocking
 constexpr unsigned kWithoutTiming = 2;  // cudaEventDisableTiming
 constexpr std::array kNames{"libcudart.so.13", "libcudart.so.12"};
+constexpr std::array kDriversNames{"libcuda.so.1"};
 
 Cuda load_cuda() {
-  const OpenedLibrary library("the CUDA runtime", kNames, "a buffer is on a GPU, and there is no CUDA runtime");
+  const OpenedLibrary runtime("the CUDA runtime", kNames, "a buffer is on a GPU, and there is no CUDA runtime");
+  const OpenedLibrary driver("the CUDA driver", kDriversNames, "a buffer is on a GPU, and there is no CUDA driver");
   Cuda found;
-#define LOCKSTEP_FIND(name, ...) library.find(#name, found.name);
+#define LOCKSTEP_FIND(name, ...) runtime.find(#name, found.name);
   LOCKSTEP_CUDA_FUNCTIONS(LOCKSTEP_FIND)
 #undef LOCKSTEP_FIND
+#define LOCKSTEP_FIND(name, ...) driver.find(#name, found.name);
+  LOCKSTEP_CUDA_DRIVER_FUNCTIONS(LOCKSTEP_FIND)
+#undef LOCKSTEP_FIND
   return found;
+}
+
+void require_driver(int error, const char* function) {
+  if (error != 0) throw Error(text(function, " failed with the CUDA driver's error ", error));
+}
+
+// The context that the runtime uses on the device. It is kept until the process ends, as the runtime keeps it.
+CudaContext context_of(int device) {
+  static Mutex mutex;
+  static auto& contexts = *new std::map<int, CudaContext>;
+  MutexLock lock(mutex);
+  auto& context = contexts[device];
+  if (context == nullptr) {
+    int handle = 0;
+    require_driver(cuda().cuInit(0), "cuInit");
+    require_driver(cuda().cuDeviceGet(&handle, device), "cuDeviceGet");
+    require_driver(cuda().cuDevicePrimaryCtxRetain(&context, handle), "cuDevicePrimaryCtxRetain");
+  }
+  return context;
 }
 
 }  // namespace
@@ -46,31 +71,42 @@ std::string pci_address(int device) {
   return name.data();
 }
 
-OnDevice::OnDevice(int device) : device_(device) {
-  require_cuda(cuda().cudaGetDevice(&before_), "cudaGetDevice");
-  if (before_ != device_) require_cuda(cuda().cudaSetDevice(device_), "cudaSetDevice");
+OnDevice::OnDevice(int device) {
+  int now = 0;
+  require_cuda(cuda().cudaGetDevice(&now), "cudaGetDevice");
+  if (now == device) return;
+  require_driver(cuda().cuCtxPushCurrent_v2(context_of(device)), "cuCtxPushCurrent");
+  has_pushed_ = true;
 }
 
 OnDevice::~OnDevice() {
-  if (before_ != device_) cuda().cudaSetDevice(before_);
+  CudaContext popped = nullptr;
+  if (has_pushed_) cuda().cuCtxPopCurrent_v2(&popped);
 }
 
 // Events that are not in use.
 struct Stream::Pool {
+  explicit Pool(int device_of_events) : device(device_of_events) {}
   ~Pool() {
-    for (const auto event : events) cuda().cudaEventDestroy(event);
+    end_on(device, [this] {
+      MutexLock lock(mutex);
+      for (const auto event : events) cuda().cudaEventDestroy(event);
+    });
   }
 
+  const int device;
   Mutex mutex;
   std::vector<CudaEvent> events LOCKSTEP_GUARDED_BY(mutex);
 };
 
-Stream::Stream(int device) : device_(device), pool_(std::make_shared<Pool>()) {
+Stream::Stream(int device) : device_(device), pool_(std::make_shared<Pool>(device)) {
   const OnDevice here(device_);
   require_cuda(cuda().cudaStreamCreateWithFlags(&stream_, kNonBlocking), "cudaStreamCreateWithFlags");
 }
 
-Stream::~Stream() { cuda().cudaStreamDestroy(stream_); }
+Stream::~Stream() {
+  end_on(device_, [this] { cuda().cudaStreamDestroy(stream_); });
+}
 
 Moment Stream::now_in(CudaStream stream) {
   const OnDevice here(device_);
@@ -85,9 +121,10 @@ Moment Stream::now_in(CudaStream stream) {
   if (event == nullptr) {
     require_cuda(cuda().cudaEventCreateWithFlags(&event, kWithoutTiming), "cudaEventCreateWithFlags");
   }
-  Moment moment(event, [pool = pool_](CudaEvent used) {
+  const Moment moment(new Event{event, device_}, [pool = pool_](const Event* used) {
     MutexLock lock(pool->mutex);
-    pool->events.push_back(used);
+    pool->events.push_back(used->event);
+    delete used;
   });
   require_cuda(cuda().cudaEventRecord(event, stream), "cudaEventRecord");
   return moment;
@@ -95,14 +132,26 @@ Moment Stream::now_in(CudaStream stream) {
 
 void Stream::wait_in(CudaStream stream, const Moment& moment) {
   const OnDevice here(device_);
-  require_cuda(cuda().cudaStreamWaitEvent(stream, moment.get(), 0), "cudaStreamWaitEvent");
+  require_cuda(cuda().cudaStreamWaitEvent(stream, moment->event, 0), "cudaStreamWaitEvent");
 }
 
 bool has_come(const Moment& moment) {
-  const int error = cuda().cudaEventQuery(moment.get());
+  const OnDevice here(moment->device);
+  const int error = cuda().cudaEventQuery(moment->event);
   if (error == kNotReady) return false;
   require_cuda(error, "cudaEventQuery");
   return true;
+}
+
+bool is_captured(CudaStream stream) {
+  int status = 0;
+  require_cuda(cuda().cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != 0;
+}
+
+void leave_captures_alone() {
+  int mode = 2;  // cudaStreamCaptureModeRelaxed
+  require_cuda(cuda().cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
 }
 
 bool wait_until(const std::function<bool()>& holds, Deadline deadline) {

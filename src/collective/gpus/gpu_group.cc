@@ -1,16 +1,20 @@
 // Buffers on GPUs: a wrapper whose ranks meet in NCCL at their first call on a GPU, or bring the buffers to host
 // memory.
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <exception>
 #include <mutex>
 #include <set>
+#include <type_traits>
+#include <utility>
 
 #include "base/log.h"
 #include "base/text.h"
 #include "collective/calls.h"
 #include "collective/gpus/nccl.h"
 #include "collective/gpus/nccl_calls.h"
+#include "collective/gpus/progress.h"
 #include "collective/gpus/rank_of_gpu.h"
 #include "collective/gpus/watch.h"
 #include "collective/wrappers/wrapper.h"
@@ -33,8 +37,11 @@ class GpuGroup final : public collective::Wrapper {
       : collective::Wrapper(host),
         host_group_(std::move(host)),
         wanted_(std::move(wanted)),
+        progress_(host_group_->numbers(), rank(), size()),
         watch_({.problem = [this](auto runs) { return has_problem(runs); },
+                .on_idle = [this] { answer_others(); },
                 .on_late = [this](const auto& call) { give_up(call); },
+                .on_end = [this](const auto& call) { call.ended->tell(!has_failed()); },
                 .on_error =
                     [this](const auto& why) { fail(Failure::aborted(rank(), text("rank ", rank(), ": ", why))); }}) {}
 
@@ -56,6 +63,7 @@ class GpuGroup final : public collective::Wrapper {
   }
 
   EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline) override {
+    require_no_capture(calls);
     watch_.is_idle() ? look(kOperation, /*also_left=*/false) : raise_if_failed();
     begin(collective::device_of(calls[0]).index, deadline);
     const OnDevice here(stream_->device());
@@ -82,8 +90,26 @@ class GpuGroup final : public collective::Wrapper {
     if (!in_time) throw DeadlineExceeded("synchronize", deadline.waited());
   }
 
+  // Where this group has connected its GPUs, so has each group that is split from it. Others do it at their first call.
+  void begin_split(int color, int key, Deadline deadline) override {
+    collective::Wrapper::begin_split(color, key, deadline);
+    const auto nccl_ranks = communicator();
+    if (!nccl_ranks) return;
+    auto made = or_fail([&] {
+      synchronize(deadline);  // NCCL splits a communicator that has nothing to do
+      // A rank whose part is done may leave.
+      return nccl_ranks->split(
+          color, key, [this] { look(kOperation, /*also_left=*/false); }, deadline);
+    });
+    MutexLock lock(mutex_);
+    split_ = std::move(made);
+  }
+
   std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override {
-    return std::make_shared<GpuGroup>(collective::Wrapper::make(members, deadline), wanted_);
+    auto made = std::make_shared<GpuGroup>(collective::Wrapper::make(members, deadline), wanted_);
+    MutexLock lock(mutex_);
+    if (split_) made->begin_with(std::exchange(split_, nullptr), stream_->device());
+    return made;
   }
 
   std::vector<Memory> allocate_shared(std::size_t bytes, Deadline deadline) override {
@@ -123,13 +149,22 @@ class GpuGroup final : public collective::Wrapper {
     if (stream_) return;
     std::vector<RankOfGpu> ranks;
     if (wanted_ != kHost && size() > 1) ranks = meet(this_rank(rank(), device), deadline);
-    auto stream = std::make_unique<Stream>(device);
     const auto problem = problem_of(ranks);
     if (!problem.empty() && wanted_ == kNccl) throw InvalidArgument(text("buffers on GPUs need NCCL: ", problem));
+    auto stream = std::make_unique<Stream>(device);
     if (!problem.empty() && rank() == 0) log_warning(text("buffers on GPUs go through host memory: ", problem));
     if (!ranks.empty() && problem.empty()) connect(ranks[0].id, device, deadline);
     uses_nccl_ = wanted_ != kHost && problem.empty();
+    if (uses_nccl_) watch_.begin();
     stream_ = std::move(stream);
+  }
+
+  void begin_with(std::shared_ptr<NcclCommunicator> nccl_ranks, int device) {
+    stream_ = std::make_unique<Stream>(device);
+    uses_nccl_ = true;
+    MutexLock lock(mutex_);
+    communicator_ = std::move(nccl_ranks);
+    watch_.begin();
   }
 
   std::vector<RankOfGpu> meet(const RankOfGpu& mine, Deadline deadline) {
@@ -144,16 +179,23 @@ class GpuGroup final : public collective::Wrapper {
     return ranks;
   }
 
-  // A rank that cannot fails the group, so that the others do not wait for it.
   void connect(const std::string& bytes, int device, Deadline deadline) {
     NcclId id;
     if (bytes.size() != id.bytes.size()) throw Error(text("an id of NCCL has ", bytes.size(), " bytes"));
     std::copy(bytes.begin(), bytes.end(), id.bytes.begin());
-    try {
-      auto made = std::make_shared<NcclCommunicator>(
+    auto made = or_fail([&] {
+      return std::make_shared<NcclCommunicator>(
           id, rank(), size(), device, [this] { look(kOperation, /*also_left=*/true); }, deadline);
-      MutexLock lock(mutex_);
-      communicator_ = std::move(made);
+    });
+    MutexLock lock(mutex_);
+    communicator_ = std::move(made);
+  }
+
+  // A rank that cannot make a communicator fails the group, so that the others do not wait for it.
+  template <class Make>
+  std::invoke_result_t<Make> or_fail(const Make& make_communicator) {
+    try {
+      return make_communicator();
     } catch (const DeadlineExceeded& error) {
       fail(Failure::deadline(rank(), {}, error.waited_for().count(), error.operation()));
       throw;
@@ -165,6 +207,11 @@ class GpuGroup final : public collective::Wrapper {
 
   // Calls go on side by side, except that one waits for those before it whose memory it uses.
   EnqueuedCalls enqueue_in_nccl(std::span<const Call> calls, Deadline deadline) {
+    struct Enqueuing {
+      explicit Enqueuing(std::atomic<bool>& flag) : enqueues(flag) { enqueues = true; }
+      ~Enqueuing() { enqueues = false; }
+      std::atomic<bool>& enqueues;
+    } const enqueuing(enqueues_);
     for (const auto& call : calls) stream_->wait_for(stream_->now_in(call.stream));
     for (auto rest = calls; !rest.empty();) {
       const auto together = rest.first(number_apart(rest));
@@ -172,7 +219,9 @@ class GpuGroup final : public collective::Wrapper {
       rest = rest.subspan(together.size());
     }
     const auto end = stream_->now();
-    watch_.add({calls[0].kind, calls_, end, deadline});
+    const auto together = watched(calls, end, deadline);
+    watch_.add(together);
+    fail_point("gpus.enqueued");
     std::set<CudaStream> streams;
     for (const auto& call : calls) streams.insert(call.stream);
     return {.join =
@@ -180,7 +229,9 @@ class GpuGroup final : public collective::Wrapper {
                   for (const auto stream : streams) stream_->wait_in(stream, end);
                   raise_if_failed();
                 },
-            .done = [end] { return has_come(end); }};
+            .done = [end] { return has_come(end); },
+            .ended = together.ended,
+            .algorithm = "NCCL"};
   }
 
   void enqueue_together(std::span<const Call> calls, Deadline deadline) {
@@ -194,7 +245,7 @@ class GpuGroup final : public collective::Wrapper {
         nccl_ranks->run(
             enqueue_all, [this] { look(kOperation, /*also_left=*/true); }, deadline);
       } catch (const DeadlineExceeded&) {
-        give_up({calls[0].kind, calls_, {}, deadline});
+        give_up(watched(calls, {}, deadline));
         raise_if_failed();
       } catch (const Error& error) {
         fail(Failure::aborted(rank(), text("rank ", rank(), ": ", error.what())));
@@ -206,6 +257,16 @@ class GpuGroup final : public collective::Wrapper {
   // Messages are not counted: not all ranks make them.
   void count(std::span<const Call> calls) {
     for (const auto& call : calls) calls_ += collective::is_message(call) ? 0 : 1;
+    show_progress();
+  }
+
+  WatchedCall watched(std::span<const Call> calls, const Moment& end, Deadline deadline) const {
+    WatchedCall watched{.kind = calls[0].kind, .number = calls_, .end = end, .deadline = deadline};
+    for (const auto& call : calls) {
+      if (collective::is_message(call)) watched.peers.push_back(call.peer);
+    }
+    if (watched.peers.size() < calls.size()) watched.peers.clear();
+    return watched;
   }
 
   EnqueuedCalls run_in_host_memory(std::span<const Call> calls, Deadline deadline) {
@@ -223,7 +284,9 @@ class GpuGroup final : public collective::Wrapper {
       return "";
     });
     for (auto& copy : copies) copy.bring_back(rank(), deadline);
-    return {.join = [] {}, .done = [] { return true; }};
+    auto ended = std::make_shared<EndOfCalls>();
+    ended->tell(true);
+    return {.join = [] {}, .done = [] { return true; }, .ended = std::move(ended), .algorithm = "through host memory"};
   }
 
   // Returns true where the calls that run can no longer end.
@@ -232,15 +295,20 @@ class GpuGroup final : public collective::Wrapper {
     const auto nccl_ranks = communicator();
     const auto error = nccl_ranks ? nccl_ranks->error() : "";
     if (!error.empty()) fail(Failure::aborted(rank(), text("rank ", rank(), ": NCCL: ", error)));
+    return !look_between_calls(/*also_left=*/runs > kForLast);
+  }
+
+  // Returns false where the group has failed, and keeps the error. A call in host memory sees by itself what is wrong.
+  bool look_between_calls(bool also_left) {
     const std::unique_lock lock(host_calls_, std::try_to_lock);
-    if (!lock.owns_lock()) return false;  // the call in host memory sees what is wrong
+    if (!lock.owns_lock()) return true;
     try {
-      collective::Wrapper::look(kOperation, /*also_left=*/runs > kForLast);
-      return false;
+      collective::Wrapper::look(kOperation, also_left);
+      return true;
     } catch (const Error&) {
       keep(std::current_exception());
       abort_nccl();
-      return true;
+      return false;
     }
   }
 
@@ -255,6 +323,11 @@ class GpuGroup final : public collective::Wrapper {
     if (error_) std::rethrow_exception(error_);
   }
 
+  bool has_failed() {
+    MutexLock lock(mutex_);
+    return error_ != nullptr;
+  }
+
   std::shared_ptr<NcclCommunicator> communicator() {
     MutexLock lock(mutex_);
     return communicator_;
@@ -266,55 +339,39 @@ class GpuGroup final : public collective::Wrapper {
 
   // The deadline of `late` has passed: names the ranks that did not make the call, and fails the group.
   void give_up(const WatchedCall& late) {
-    const auto ranks = ranks_without(late.number);
+    const auto ranks = progress_.ranks_without(late, [this] { return look_between_calls(/*also_left=*/false); });
+    if (!ranks) return abort_nccl();
     const auto waited = late.deadline.waited();
-    keep(std::make_exception_ptr(DeadlineExceeded(name_of(late.kind), waited, ranks)));
-    fail(Failure::deadline(rank(), ranks, waited.count(), name_of(late.kind)));
+    keep(std::make_exception_ptr(DeadlineExceeded(name_of(late.kind), waited, *ranks)));
+    fail(Failure::deadline(rank(), *ranks, waited.count(), name_of(late.kind)));
   }
 
-  // Returns the ranks that do not wait for the call of this number. All that wait for it ask at about one time.
-  std::vector<int> ranks_without(std::int64_t number) {
-    constexpr std::chrono::milliseconds kMeeting(1500);
-    if (size() == 1) return {};
-    static const Purpose kAsking("asking which ranks wait for a call on their GPUs");
-    const std::unique_lock lock(host_calls_, std::chrono::system_clock::now() + kMeeting);
-    if (!lock.owns_lock()) return {};  // a call in host memory waits too, and names whom it misses
-    std::vector<std::int64_t> numbers(static_cast<std::size_t>(size()), number);
-    std::vector<Call> calls;
-    for (int r = 0; r < size(); ++r) {
-      if (r == rank()) continue;
-      calls.push_back(Call::send(buffer_of(std::span<const std::int64_t>(&number, 1)), r));
-      calls.push_back(Call::recv(buffer_of(std::span(&numbers[static_cast<std::size_t>(r)], 1)), r));
-    }
-    for (auto& call : calls) call.purpose = kAsking;
-    try {
-      inner().exchange(calls, Deadline::after(kMeeting));
-    } catch (const DeadlineExceeded& error) {
-      return error.ranks();
-    } catch (const PeerLost& error) {
-      return {error.rank()};
-    } catch (const Error&) {
-      return {};
-    }
-    std::vector<int> late;
-    for (int r = 0; r < size(); ++r) {
-      if (numbers[static_cast<std::size_t>(r)] < number) late.push_back(r);
-    }
-    return late;
+  void show_progress() {
+    progress_.show([this] { return calls_.load(); }, [this] { return enqueues_ || !watch_.is_idle(); });
+  }
+
+  // While this rank makes no calls, others may ask how many it has made.
+  void answer_others() {
+    show_progress();
+    const std::unique_lock lock(host_calls_, std::try_to_lock);
+    if (lock.owns_lock()) progress_.answer();
   }
 
   const std::shared_ptr<GroupBackend> host_group_;
   const std::string wanted_;
+  Progress progress_;
   std::timed_mutex host_calls_;  // held while this rank is in a call of the group in host memory
 
   // Made by the first call on a GPU.
   std::unique_ptr<Stream> stream_;
   bool uses_nccl_ = false;
-  std::int64_t calls_ = 0;  // on the GPU, but for messages
+  std::atomic<std::int64_t> calls_ = 0;  // on the GPU, but for messages
+  std::atomic<bool> enqueues_ = false;   // calls that the watch does not have yet
 
-  Mutex mutex_;
-  std::shared_ptr<NcclCommunicator> communicator_ LOCKSTEP_GUARDED_BY(mutex_);  // null where NCCL is not used
-  std::exception_ptr error_ LOCKSTEP_GUARDED_BY(mutex_);                        // of a call on the GPU
+  mutable Mutex mutex_;
+  mutable std::shared_ptr<NcclCommunicator> split_ LOCKSTEP_GUARDED_BY(mutex_);  // from begin_split to make
+  std::shared_ptr<NcclCommunicator> communicator_ LOCKSTEP_GUARDED_BY(mutex_);   // null where NCCL is not used
+  std::exception_ptr error_ LOCKSTEP_GUARDED_BY(mutex_);                         // of a call on the GPU
 
   Watch watch_;  // ends first
 };

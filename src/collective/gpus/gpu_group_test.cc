@@ -1,13 +1,11 @@
-// Calls on GPUs: when they return, what their streams see, and how they fail. operations_test has their results.
+// Calls on GPUs: when they return, what their streams see, and what wrappers see. operations_test has their results.
 #include <gtest/gtest.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <array>
-#include <barrier>
 #include <chrono>
-#include <csignal>
 #include <cstdio>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
 
 #include "base/expect_says_testing.h"
 #include "collective/gpus/gpus_testing.h"
@@ -18,100 +16,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kDeadline(400);
-
-double seconds_of(const std::function<void()>& act) {
-  const auto begin = std::chrono::steady_clock::now();
-  act();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
-// Numbers on the GPU of a rank, and a stream that uses them.
-class OnGpu {
- public:
-  OnGpu(const Group& group, std::vector<double> values)
-      : stream_(group.rank()),
-        values_(std::move(values)),
-        memory_(stream_.device(), values_.data(), values_.size() * sizeof(double)) {}
-
-  Buffer buffer() const {
-    return {memory_.get(),
-            values_.size(),
-            DType::float64,
-            {MemoryDevice::Type::cuda, static_cast<std::int16_t>(stream_.device())}};
-  }
-
-  Call all_reduce(ReduceOp op = ReduceOp::sum) const {
-    auto call = Call::all_reduce(buffer(), op);
-    call.stream = stream_.get();
-    return call;
-  }
-
-  // Returns what the stream sees, after all that it was told to do.
-  std::vector<double> values() const {
-    EXPECT_EQ(cudaStreamSynchronize(stream_.get()), 0);
-    std::vector<double> read(values_.size());
-    memory_.read(read.data());
-    return read;
-  }
-
- private:
-  const Stream stream_;
-  const std::vector<double> values_;
-  const GpuMemory memory_;
-};
-
-class GpuGroup : public testing::TestWithParam<std::string> {
- protected:
-  void TearDown() override {
-    simulated_nccl_fault(nullptr, -1);
-    simulated_gpu_delay(0);
-  }
-
-  // Ranks that can move buffers on GPUs by NCCL alone.
-  static std::vector<std::exception_ptr> run(int size, const std::function<void(const Group&)>& body,
-                                             const std::string& gpu_backend = "nccl") {
-    RankOptions options{.size = size};
-    options.group.backend = GetParam();
-    options.wrap = [&](const Group& group) { return with_gpus(group, gpu_backend); };
-    return run_ranks(options, body);
-  }
-
-  // Makes a call with `fault` on rank 1, and expects that each rank throws in time what `expect` expects. Another Group
-  // of the process then works.
-  static void expect_failure(const char* fault, const std::function<void(int rank, const std::string&)>& expect) {
-    std::barrier all_ranks(3);
-    expect_no_errors(run(3, [&](const Group& group) {
-      const OnGpu one(group, {1});
-      if (std::string(fault).starts_with("init")) {
-        if (group.rank() == 0) simulated_nccl_fault(fault, 1);
-      } else {
-        group.run(one.all_reduce(), soon());
-        group.synchronize(soon());
-        if (group.rank() == 0) simulated_nccl_fault(fault, 1);
-      }
-      all_ranks.arrive_and_wait();
-      std::string message;
-      const auto took = seconds_of([&] {
-        message = message_of<Error>([&] {
-          group.run(one.all_reduce(), Deadline::after(kDeadline));
-          group.synchronize(soon());
-        });
-      });
-      expect(group.rank(), message);
-      EXPECT_LT(took, std::chrono::duration<double>(kDeadline).count() + 2);
-      EXPECT_THROW(group.check(soon()), Error);
-      EXPECT_THROW(group.run(one.all_reduce(), soon()), Error);
-      EXPECT_THROW(group.barrier(soon()), Error);
-    }));
-    simulated_nccl_fault(nullptr, -1);
-    expect_no_errors(run(3, [](const Group& group) {
-      const OnGpu one(group, {1});
-      group.run(one.all_reduce(), soon());
-      EXPECT_EQ(one.values(), std::vector<double>{3});
-    }));
-  }
-};
+class GpuGroup : public GroupsOnGpus {};
 
 TEST_P(GpuGroup, CallsReturnBeforeTheyAreDoneAndTheirStreamWaitsForThem) {
   expect_no_errors(run(2, [](const Group& group) {
@@ -153,60 +58,6 @@ TEST_P(GpuGroup, CallsOfAGroupThatIsGoneAreDone) {
     }
     EXPECT_EQ(values.values(), std::vector<double>{2});
   }));
-}
-
-TEST_P(GpuGroup, ARankThatDoesNotComeIsNamed) {
-  expect_no_errors(run(3, [](const Group& group) {
-    const OnGpu values(group, {1});
-    group.run(values.all_reduce(), soon());
-    group.synchronize(soon());
-    if (group.rank() == 2) {
-      const auto has_failed = [&] {
-        try {
-          group.check(soon());
-          return false;
-        } catch (const Error&) {
-          return true;
-        }
-      };
-      EXPECT_TRUE(wait_until(has_failed, Deadline::after(std::chrono::seconds(20))));
-      EXPECT_THROW(group.run(values.all_reduce(), soon()), Error);
-      return;
-    }
-    std::string message;
-    const auto took = seconds_of([&] {
-      group.run(values.all_reduce(), Deadline::after(kDeadline));
-      message = message_of<DeadlineExceeded>([&] { group.synchronize(soon()); });
-    });
-    expect_says(message, "all_reduce");
-    expect_says(message, "rank 2");
-    EXPECT_LT(took, std::chrono::duration<double>(kDeadline).count() + 2);
-  }));
-}
-
-TEST_P(GpuGroup, ACallThatIsStuckEndsAtItsDeadline) {
-  expect_failure("stuck",
-                 [](int, const std::string& message) { expect_says(message, "all_reduce: gave up after 0."); });
-}
-
-TEST_P(GpuGroup, AnAbortThatHangsHoldsNobodyUp) {
-  simulated_nccl_fault("abort-hangs", 0);
-  expect_failure("stuck",
-                 [](int, const std::string& message) { expect_says(message, "all_reduce: gave up after 0."); });
-}
-
-TEST_P(GpuGroup, AnInitThatNeverEndsEndsAtItsDeadline) {
-  expect_failure("init-never-ends", [](int, const std::string& message) {
-    expect_says(message, "ncclCommInitRankConfig: gave up after 0.");
-  });
-}
-
-TEST_P(GpuGroup, AnErrorOfNcclIsHeardByAllRanks) {
-  for (const char* const fault : {"init-error", "call-error", "async-error"}) {
-    expect_failure(fault, [&](int, const std::string& message) {
-      expect_says(message, std::string("the test's fault ") + fault);
-    });
-  }
 }
 
 TEST_P(GpuGroup, TwoRanksOfAGpuGoThroughHostMemoryOrAreRefused) {
@@ -252,61 +103,168 @@ TEST_P(GpuGroup, BuffersOnSeveralDevicesAreNamed) {
   }));
 }
 
-INSTANTIATE_TEST_SUITE_P(Over, GpuGroup, testing::Values("threads", "tcp"));
+TEST_P(GpuGroup, ACallOnAStreamThatIsCapturedIsRefused) {
+  for (const std::string gpu_backend : {"nccl", "host"}) {
+    expect_no_errors(run(
+        2,
+        [](const Group& group) {
+          const OnGpu value(group, {1});
+          void* graph = nullptr;
+          ASSERT_EQ(cudaStreamBeginCapture(value.stream(), 1), 0);
+          expect_says(message_of<InvalidArgument>([&] { group.run(value.all_reduce(), soon()); }),
+                      "all_reduce: the call's stream is being captured into a CUDA graph");
+          ASSERT_EQ(cudaStreamEndCapture(value.stream(), &graph), 0);
+          group.run(value.all_reduce(), soon());
+          EXPECT_EQ(value.values(), std::vector<double>{2});
+        },
+        gpu_backend));
+  }
+}
 
-// Ranks are processes, forked by one that has no threads yet.
-class LostRank : public testing::TestWithParam<const char*> {
- protected:
-  static constexpr int kLost = 2;
+// In the global mode of captures no thread may ask for events, unless it says that it leaves captures alone.
+TEST_P(GpuGroup, CallsAreWatchedWhileAnotherStreamIsCaptured) {
+  constexpr milliseconds kWork(50);
+  expect_no_errors(run(2, [&](const Group& group) {
+    const OnGpu value(group, {1}), other(group, {0});
+    group.run(value.all_reduce(), soon());
+    group.synchronize(soon());
+    if (group.rank() == 0) simulated_gpu_delay(std::chrono::microseconds(kWork).count());
+    group.barrier(soon());
+    group.run(value.all_reduce(), soon());
+    void* graph = nullptr;
+    ASSERT_EQ(cudaStreamBeginCapture(other.stream(), 0), 0);
+    group.synchronize(soon());
+    ASSERT_EQ(cudaStreamEndCapture(other.stream(), &graph), 0);
+    EXPECT_EQ(value.values(), std::vector<double>{4});
+  }));
+}
 
-  // Rank `kLost` is killed after the first call. Prints what the others' second call says.
-  static void run(int rank, const std::string& store) {
-    const World world{.rank = rank, .size = 3, .host = "host"};
-    const GroupOptions options{.backend = GetParam(), .gpu_backend = "nccl", .checked_calls = 0};
-    const auto group = make_group(world, Store::connect(store, soon()), options);
+// A fault keeps NCCL from making ids, so a split can only be made from the Group's own communicator.
+TEST_P(GpuGroup, ASplitOfConnectedRanksIsMadeFromTheirCommunicator) {
+  expect_no_errors(run(5, [](const Group& group) {
+    const OnGpu own(group, {1.0 + group.rank()});
+    group.run(own.all_reduce(), soon());  // is not waited for
+    if (group.rank() == 0) simulated_nccl_fault("no-id", -1);
+    group.barrier(soon());
+    const int color = group.rank() == 1 ? -1 : group.rank() % 2;  // 0, 2 and 4; and 3 alone
+    const auto part = group.split(color, -group.rank(), soon());
+    ASSERT_EQ(part == nullptr, group.rank() == 1);
+    EXPECT_EQ(own.values(), std::vector<double>{15});
+    if (!part || part->size() == 1) return;
+    const OnGpu mine(group, {1.0 * group.rank()}), all(group, {0, 0, 0});
+    part->run(Call::all_gather(mine.buffer(), all.buffer()), soon());
+    part->synchronize(soon());
+    EXPECT_EQ(all.values(), (std::vector<double>{4, 2, 0}));
+  }));
+}
+
+TEST_P(GpuGroup, ASplitThatNeverEndsEndsAtItsDeadline) {
+  expect_no_errors(run(2, [](const Group& group) {
     const OnGpu one(group, {1});
     group.run(one.all_reduce(), soon());
     group.synchronize(soon());
-    if (rank == kLost) ::raise(SIGKILL);
-    std::string said;
-    const auto took = seconds_of([&] {
-      said = message_of<PeerLost>([&] {
-        group.run(one.all_reduce(), soon());
-        group.synchronize(soon());
-      });
-    });
-    std::fprintf(stderr, "%s (%s)\n", said.c_str(), took < 2 ? "soon" : "late");
-  }
-
-  static void run_all() {
-    std::array<int, 2> address{};
-    ASSERT_EQ(::pipe(address.data()), 0);
-    std::vector<pid_t> others;
-    constexpr std::size_t kAddress = 64;
-    for (int rank = 1; rank < 3; ++rank) {
-      others.push_back(::fork());
-      if (others.back() != 0) continue;
-      std::array<char, kAddress> read{};
-      if (::read(address[0], read.data(), kAddress) == kAddress) run(rank, read.data());
-      ::_exit(0);
-    }
-    const auto store = Store::hold("127.0.0.1:0");
-    std::array<char, kAddress> written{};
-    std::copy_n(store.address().begin(), store.address().size(), written.begin());
-    for (int i = 1; i < 3; ++i) ASSERT_EQ(::write(address[1], written.data(), kAddress), kAddress);
-    run(0, store.address());
-    for (const auto other : others) ::waitpid(other, nullptr, 0);
-    std::exit(0);
-  }
-};
-
-TEST_P(LostRank, IsNamedByTheOthersAtOnce) {
-  testing::FLAGS_gtest_death_test_style = "threadsafe";
-  EXPECT_EXIT(run_all(), testing::ExitedWithCode(0),
-              "lost rank 2 .*during a call on a GPU .soon.\n.*lost rank 2 .*during a call on a GPU .soon.");
+    if (group.rank() == 0) simulated_nccl_fault("init-never-ends", 1);
+    group.barrier(soon());
+    expect_says(message_of<Error>([&] { group.split(0, 0, Deadline::after(milliseconds(300))); }),
+                "ncclCommSplit: gave up after 0.");
+    EXPECT_THROW(group.run(one.all_reduce(), soon()), Error);
+  }));
 }
 
-INSTANTIATE_TEST_SUITE_P(Over, LostRank, testing::Values("shm", "tcp"));
+TEST_P(GpuGroup, ATimelineHasATrackForEachGpu) {
+  const std::string path = testing::TempDir() + "/timeline_of_gpus_" + GetParam() + ".json";
+  constexpr milliseconds kWork(30);
+  expect_no_errors(run(2, [&](const Group& group) {
+    Timeline timeline;
+    const auto recorded = with_timeline(group, timeline, soon());
+    const OnGpu first(group, {1}), second(group, {2, 3});
+    recorded.run(first.all_reduce(), soon());
+    recorded.synchronize(soon());
+    if (group.rank() == 0) simulated_gpu_delay(std::chrono::microseconds(kWork).count());
+    recorded.barrier(soon());
+    recorded.run({first.all_reduce(), second.all_reduce()}, soon());
+    recorded.run(second.all_reduce(), soon());
+    timeline.write(path, recorded, soon());
+  }));
+  std::ifstream file(path);
+  const auto trace = nlohmann::json::parse(file);
+  std::map<int, std::vector<std::string>> operations;
+  std::map<int, double> end;
+  for (const auto& event : trace["traceEvents"]) {
+    if (event["ph"] != "X" || event["args"]["algorithm"] != "NCCL") continue;
+    const int track = event["tid"];
+    operations[track].push_back(event["name"].get<std::string>() + " " + event["args"]["bytes"].dump());
+    constexpr double kRounding = 1e-3;
+    EXPECT_GE(event["ts"].get<double>() + kRounding, end[track]);
+    end[track] = event["ts"].get<double>() + event["dur"].get<double>();
+    if (operations[track].size() == 2) {
+      EXPECT_GE(event["dur"].get<double>(), std::chrono::microseconds(kWork).count());
+    }
+  }
+  ASSERT_EQ(operations.size(), 2);
+  for (const auto& [track, names] : operations) {
+    EXPECT_GT(track, 1);
+    EXPECT_EQ(names, (std::vector<std::string>{"all_reduce 8", "all_reduce and 1 more 24", "all_reduce 16"}));
+  }
+}
+
+TEST_P(GpuGroup, FaultsHappenInCallsOnGpus) {
+  for (const bool before : {true, false}) {
+    expect_no_errors(run(2, [&](const Group& group) {
+      std::vector<Fault> faults;
+      if (before) faults.push_back({.call = 1, .action = Fault::Action::error});
+      if (!before && group.rank() == 1) {
+        faults.push_back({.call = 1, .place = "gpus.enqueued", .action = Fault::Action::abort});
+      }
+      const auto faulty = with_faults(group, faults);
+      const OnGpu value(group, {1});
+      faulty.run(value.all_reduce(), soon());
+      EXPECT_EQ(value.values(), std::vector<double>{2});
+      if (before) {
+        expect_says(message_of<Error>([&] { faulty.run(value.all_reduce(), soon()); }),
+                    "a fault was injected into call 1");
+        return;
+      }
+      expect_says(message_of<Aborted>([&] {
+                    faulty.run(value.all_reduce(), soon());
+                    while (true) faulty.check(soon());
+                  }),
+                  "a fault was injected");
+    }));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Over, GpuGroup, testing::Values("threads", "tcp"));
+
+// Ranks of a process that uses the last GPUs alone. Prints which GPUs have a context at the end.
+void use_last_gpus() {
+  constexpr int kFirst = 3, kRanks = 2;
+  run_ranks({.size = kRanks, .group = {.backend = "tcp", .gpu_backend = "nccl"}}, [](const Group& group) {
+    const double one = 1;
+    const int device = kFirst + group.rank();
+    const GpuMemory memory(device, &one, sizeof one);
+    const Buffer buffer{memory.get(), 1, DType::float64, {MemoryDevice::Type::cuda, static_cast<std::int16_t>(device)}};
+    const auto work = group.start(Call::all_reduce(buffer, ReduceOp::sum), soon());
+    EXPECT_TRUE(wait_until([&] { return work.done(); }, soon()));
+    group.synchronize(soon());
+    const auto half = group.split(group.rank(), 0, soon());
+    half->all_reduce(buffer, ReduceOp::sum, soon());
+    half->synchronize(soon());
+    group.abort("the end of the test");
+  });
+  for (int device = 0; device < 16; ++device) {
+    unsigned flags = 0;
+    int is_active = 0;
+    EXPECT_EQ(cuDevicePrimaryCtxGetState(device, &flags, &is_active), 0);
+    if (is_active == 1) std::fprintf(stderr, "cuda:%d ", device);
+  }
+  std::exit(0);
+}
+
+TEST(ContextsOfGpus, AreMadeWhereBuffersAreAlone) {
+  testing::FLAGS_gtest_death_test_style = "threadsafe";
+  EXPECT_EXIT(use_last_gpus(), testing::ExitedWithCode(0), "^cuda:3 cuda:4 $");
+}
 
 // Each begins in a process of its own, which has not loaded NCCL yet.
 class WithoutNccl : public testing::Test {

@@ -4,8 +4,10 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -13,6 +15,7 @@
 
 #include "collective/calls.h"
 #include "collective/gpus/cuda.h"
+#include "collective/ranks_testing.h"
 #include "collective/wrappers/wrapper.h"
 #include "lockstep/collective/group_wrappers.h"
 
@@ -20,6 +23,9 @@
 extern "C" {
 int cudaMalloc(void** memory, std::size_t bytes);
 int cudaStreamSynchronize(void* stream);
+int cudaStreamBeginCapture(void* stream, int mode);
+int cudaStreamEndCapture(void* stream, void** graph);
+int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active);
 void* simulated_gpu_memory(const void* device_address);
 void simulated_gpu_free(void* memory);
 void simulated_gpu_delay(int microseconds);
@@ -107,5 +113,72 @@ inline std::function<Group(const Group&)> through_gpus(const std::string& gpu_ba
     return on_gpus.with_backend(std::make_shared<ThroughGpu>(on_gpus.shared_backend(), group.rank()));
   };
 }
+
+inline double seconds_of(const std::function<void()>& act) {
+  const auto begin = std::chrono::steady_clock::now();
+  act();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+// Numbers on the GPU of a rank, and a stream that uses them.
+class OnGpu {
+ public:
+  OnGpu(const Group& group, std::vector<double> values)
+      : stream_(group.rank()),
+        values_(std::move(values)),
+        memory_(stream_.device(), values_.data(), values_.size() * sizeof(double)) {}
+
+  Buffer buffer() const {
+    return {memory_.get(),
+            values_.size(),
+            DType::float64,
+            {MemoryDevice::Type::cuda, static_cast<std::int16_t>(stream_.device())}};
+  }
+
+  Call all_reduce(ReduceOp op = ReduceOp::sum) const {
+    auto call = Call::all_reduce(buffer(), op);
+    call.stream = stream_.get();
+    return call;
+  }
+
+  Call recv(int from) const {
+    auto call = Call::recv(buffer(), from);
+    call.stream = stream_.get();
+    return call;
+  }
+
+  CudaStream stream() const { return stream_.get(); }
+
+  // Returns what the stream sees, after all that it was told to do.
+  std::vector<double> values() const {
+    EXPECT_EQ(cudaStreamSynchronize(stream_.get()), 0);
+    std::vector<double> read(values_.size());
+    memory_.read(read.data());
+    return read;
+  }
+
+ private:
+  const Stream stream_;
+  const std::vector<double> values_;
+  const GpuMemory memory_;
+};
+
+// The parameter is the ranks' backend in host memory.
+class GroupsOnGpus : public testing::TestWithParam<std::string> {
+ protected:
+  void TearDown() override {
+    simulated_nccl_fault(nullptr, -1);
+    simulated_gpu_delay(0);
+  }
+
+  // Ranks that can move buffers on GPUs by NCCL alone.
+  static std::vector<std::exception_ptr> run(int size, const std::function<void(const Group&)>& body,
+                                             const std::string& gpu_backend = "nccl") {
+    RankOptions options{.size = size};
+    options.group.backend = GetParam();
+    options.wrap = [&](const Group& group) { return with_gpus(group, gpu_backend); };
+    return run_ranks(options, body);
+  }
+};
 
 }  // namespace lockstep::collective::gpus

@@ -75,6 +75,9 @@ struct NcclCommunicator::State {
   std::timed_mutex calls;
   std::atomic<bool> aborted = false;  // before the abort takes `calls`: nobody uses the handle from there on
 
+  // The last one that was split from this one: NCCL writes its handle, until this one's abort has ended.
+  std::shared_ptr<State> child;
+
   Mutex mutex;
   CondVar changed;
   bool begun LOCKSTEP_GUARDED_BY(mutex) = false;  // the abort
@@ -95,6 +98,27 @@ NcclCommunicator::NcclCommunicator(const NcclId& id, int rank, int size, int dev
   }
 }
 
+std::shared_ptr<NcclCommunicator> NcclCommunicator::split(int color, int key, const std::function<void()>& check,
+                                                          Deadline deadline) {
+  constexpr int kNoColor = -1;  // NCCL_SPLIT_NOCOLOR
+  constexpr const char* kSplit = "ncclCommSplit";
+  const OnDevice here(state_->device);
+  state_->child = std::make_shared<State>(state_->device);
+  const auto made = std::shared_ptr<NcclCommunicator>(new NcclCommunicator(state_->child));
+  made->has_ended_ = true;  // one that is half made ends with this one
+  NcclConfig config;
+  int result = kSuccess;
+  {
+    const auto lock = lock_calls();
+    result = nccl().ncclCommSplit(state_->handle, color < 0 ? kNoColor : color, key, &made->state_->handle, &config);
+  }
+  finish(result, kSplit, check, deadline);
+  if (color < 0) return nullptr;
+  made->has_ended_ = false;
+  made->finish(kInProgress, kSplit, check, deadline);
+  return made;
+}
+
 NcclCommunicator::~NcclCommunicator() {
   constexpr std::chrono::seconds kForAbort(1);
   if (has_ended_) return;
@@ -113,8 +137,8 @@ void NcclCommunicator::end(std::shared_ptr<NcclCommunicator> last) {
 
 bool NcclCommunicator::end_with_others() {
   constexpr std::chrono::seconds kForOthers(5);
-  const OnDevice here(state_->device);
   try {
+    const OnDevice here(state_->device);
     int result = kSuccess;
     {
       const auto lock = lock_calls();
@@ -200,9 +224,7 @@ void NcclCommunicator::abort() {
     constexpr std::chrono::seconds kForCalls(1);
     std::unique_lock lock(state->calls, std::defer_lock);  // without the lock after a while: then a call of NCCL hangs
     (void)lock.try_lock_until(std::chrono::system_clock::now() + kForCalls);
-    if (state->handle != nullptr) {
-      nccl().ncclCommAbort(state->handle);
-    }
+    if (state->handle != nullptr) end_on(state->device, [&] { nccl().ncclCommAbort(state->handle); });
     MutexLock end(state->mutex);
     state->ended = true;
     state->changed.notify_all();

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "collective/gpus/cuda.h"
 #include "lockstep/base/buffer.h"
@@ -33,8 +34,9 @@ using NcclHandle = void*;  // an ncclComm_t
 // The functions that we call. Each returns an ncclResult_t; dtype and op are NCCL's numbers.
 #define LOCKSTEP_NCCL_FUNCTIONS(each)                                                                                  \
   each(ncclGetVersion, int(int* version)) each(ncclGetUniqueId, int(NcclId * id))                                      \
-      each(ncclGetErrorString, const char*(int result)) each(ncclGetLastError, const char*(NcclHandle comm))           \
-          each(ncclCommInitRankConfig, int(NcclHandle * made, int size, NcclId id, int rank, NcclConfig* config))      \
+      each(ncclGetErrorString, const char*(int result)) each(ncclGetLastError, const char*(NcclHandle comm)) each(     \
+          ncclCommInitRankConfig, int(NcclHandle * made, int size, NcclId id, int rank, NcclConfig* config))           \
+          each(ncclCommSplit, int(NcclHandle comm, int color, int key, NcclHandle* made, NcclConfig* config))          \
               each(ncclCommGetAsyncError, int(NcclHandle comm, int* result)) each(ncclCommAbort, int(NcclHandle comm)) \
                   each(ncclCommFinalize, int(NcclHandle comm)) each(ncclCommDestroy, int(NcclHandle comm))             \
                       each(ncclGroupStart, int()) each(ncclGroupEnd, int())                                            \
@@ -85,6 +87,11 @@ class NcclCommunicator {
   NcclCommunicator(const NcclId& id, int rank, int size, int device, const std::function<void()>& check,
                    Deadline deadline);
 
+  // Makes a communicator of the ranks with this color, ordered by key, then by rank here. Returns nothing for a
+  // negative color. Collective: all ranks call it, when their calls have ended. Throws as the constructor; then this
+  // communicator must be aborted.
+  std::shared_ptr<NcclCommunicator> split(int color, int key, const std::function<void()>& check, Deadline deadline);
+
   // Aborts, and waits for a second at most, unless the communicator has ended.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -107,6 +114,8 @@ class NcclCommunicator {
 
  private:
   struct State;  // which that thread shares
+
+  explicit NcclCommunicator(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
   bool end_with_others();
   std::unique_lock<std::timed_mutex> lock_calls() const;  // throws Aborted

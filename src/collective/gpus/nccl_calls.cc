@@ -58,6 +58,17 @@ bool share_memory(const Call& a, const Call& b) {
 
 bool nccl_knows(const Call& call) { return !is_reduction(call.kind) || dtype_for_nccl(call.input.dtype) >= 0; }
 
+void require_no_capture(std::span<const Call> calls) {
+  const OnDevice here(device_of(calls[0]).index);
+  for (const auto& call : calls) {
+    if (!is_captured(call.stream)) continue;
+    throw InvalidArgument(
+        text(name_of(call.kind),
+             ": the call's stream is being captured into a CUDA graph; a Group's calls on GPUs must be "
+             "made outside of captures"));
+  }
+}
+
 std::size_t number_apart(std::span<const Call> calls) {
   for (std::size_t i = 1; i < calls.size(); ++i) {
     for (const auto& earlier : calls.first(i)) {

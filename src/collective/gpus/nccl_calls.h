@@ -11,6 +11,10 @@
 
 namespace lockstep::collective::gpus {
 
+// Throws InvalidArgument where a call's stream is being captured: nobody could watch a call that runs whenever its
+// graph does.
+void require_no_capture(std::span<const Call> calls);
+
 // How many of the calls, from the first on, use no memory that another of them writes.
 std::size_t number_apart(std::span<const Call> calls);
 

@@ -10,15 +10,27 @@ namespace lockstep::collective::gpus {
 
 Watch::~Watch() {
   MutexLock lock(mutex_);
+  end();
+}
+
+void Watch::end() {
   ends_ = true;
+  for (const auto& call : running_) events_.on_end(call);
+  running_.clear();
   changed_.notify_all();
+}
+
+void Watch::begin() {
+  thread_ = std::jthread([this] {
+    leave_captures_alone();
+    loop();
+  });
 }
 
 void Watch::add(WatchedCall call) {
   MutexLock lock(mutex_);
-  if (ends_) return;
+  if (ends_) return events_.on_end(call);
   running_.push_back(std::move(call));
-  if (!thread_.joinable()) thread_ = std::jthread([this] { loop(); });
   changed_.notify_all();
 }
 
@@ -37,9 +49,19 @@ bool Watch::wait_for_all(Deadline deadline) {
 
 // Returns the first call that runs, when there is one; nothing when the watch ends.
 std::optional<WatchedCall> Watch::next() {
-  MutexLock lock(mutex_);
-  while (running_.empty() && !ends_) changed_.wait(mutex_);
-  return ends_ ? std::nullopt : std::optional(running_.front());
+  constexpr std::chrono::milliseconds kBetweenIdleEvents(50);
+  while (true) {
+    {
+      MutexLock lock(mutex_);
+      const auto until = Deadline::after(kBetweenIdleEvents);
+      while (running_.empty() && !ends_) {
+        if (changed_.wait_until(mutex_, until.time()) == std::cv_status::timeout) break;
+      }
+      if (ends_) return std::nullopt;
+      if (!running_.empty()) return running_.front();
+    }
+    events_.on_idle();
+  }
 }
 
 bool Watch::ends() {
@@ -65,8 +87,10 @@ void Watch::loop() {
       is_broken = true;
     }
     MutexLock lock(mutex_);
-    if (is_broken) ends_ = true;
-    if (!ends_) running_.pop_front();
+    if (ends_) return;
+    if (is_broken) return end();
+    events_.on_end(*call);
+    running_.pop_front();
     changed_.notify_all();
   }
 }

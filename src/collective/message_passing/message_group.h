@@ -35,6 +35,7 @@ class MessageGroup final : public GroupBackend {
   const char* run_among(const std::vector<int>& members, const Call& call, std::uint32_t sequence, Deadline deadline);
 
   void look(const char* operation, bool also_left) override { channels_->look(operation, also_left); }
+  transport::ShownNumbers* numbers() override { return &channels_->numbers(); }
 
   // As Channels::check and Channels::give_up.
   void check() { channels_->check(); }

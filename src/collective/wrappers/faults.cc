@@ -1,5 +1,6 @@
 #include <csignal>
 #include <thread>
+#include <type_traits>
 
 #include "base/failure.h"
 #include "base/text.h"
@@ -20,19 +21,22 @@ class Faults final : public collective::Wrapper {
   const char* exchange(std::span<const Call> calls, Deadline deadline) override {
     return with_hook([&] { return collective::Wrapper::exchange(calls, deadline); });
   }
+  EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline) override {
+    return with_hook([&] { return collective::Wrapper::enqueue(calls, deadline); });
+  }
 
  private:
   template <class Act>
-  const char* with_hook(const Act& act) {
+  std::invoke_result_t<Act> with_hook(const Act& act) {
     FailHook hook = [this](const char* place) { come_to(place); };
     struct Unhook {
       ~Unhook() { fail_hook = nullptr; }
     } unhook;
     come_to("");
     fail_hook = &hook;
-    const char* algorithm = act();
+    auto result = act();
     ++calls_;
-    return algorithm;
+    return result;
   }
 
   void come_to(const std::string& place) {

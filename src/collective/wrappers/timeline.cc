@@ -1,8 +1,10 @@
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "base/log.h"
 #include "base/mutex.h"
@@ -14,6 +16,9 @@
 
 namespace lockstep {
 namespace {
+
+// Tracks have numbers: those of GPUs begin here.
+constexpr int kFirstTrackOfGpus = 1 << 20;
 
 // Names of tensors are the user's, and may be no UTF-8.
 std::string dumped(const nlohmann::json& json) {
@@ -27,6 +32,9 @@ constexpr std::size_t kMostEvents = 50'000;
 constexpr std::chrono::seconds kToPublish(60);
 
 struct Event {
+  enum class Track : std::uint8_t { host, gpu };
+
+  Track track = Track::host;
   std::string operation;
   std::shared_ptr<const std::string> tensors;
   const char* algorithm;
@@ -44,8 +52,20 @@ struct Timeline::State {
 
   nlohmann::json of_rank(int rank, std::int64_t group = 0);
 
+  // Calls on a GPU run one after the other, though they are enqueued earlier.
+  void add_of_gpu(Event event) {
+    event.track = Event::Track::gpu;
+    event.ended = Clock::now();
+    {
+      MutexLock lock(mutex);
+      event.began = std::max(event.began, std::exchange(gpu_is_free, event.ended));
+    }
+    add(std::move(event));
+  }
+
   Mutex mutex;
   std::vector<Event> events LOCKSTEP_GUARDED_BY(mutex);
+  Clock::time_point gpu_is_free LOCKSTEP_GUARDED_BY(mutex);
   Clock::time_point origin;
 };
 
@@ -54,9 +74,19 @@ nlohmann::json Timeline::State::of_rank(int rank, std::int64_t group) {
     return std::chrono::duration<double, std::micro>(time).count();
   };
   auto all = nlohmann::json::array();
-  all.push_back(
-      {{"ph", "M"}, {"pid", group}, {"tid", rank}, {"name", "thread_name"}, {"args", {{"name", text("rank ", rank)}}}});
+  const auto add_track = [&](int track, const std::string& name, int place) {
+    const auto add_fact = [&](const char* fact, const nlohmann::json& arguments) {
+      all.push_back({{"ph", "M"}, {"pid", group}, {"tid", track}, {"name", fact}, {"args", arguments}});
+    };
+    add_fact("thread_name", {{"name", name}});
+    add_fact("thread_sort_index", {{"sort_index", place}});
+  };
   MutexLock lock(mutex);
+  const auto is_of_gpu = [](const Event& event) { return event.track == Event::Track::gpu; };
+  add_track(rank, text("rank ", rank), 2 * rank);
+  if (std::ranges::any_of(events, is_of_gpu)) {
+    add_track(kFirstTrackOfGpus + rank, text("rank ", rank, ", on its GPU"), 2 * rank + 1);
+  }
   for (const auto& event : events) {
     nlohmann::json arguments{{"bytes", event.bytes},
                              {"algorithm", event.algorithm},
@@ -64,7 +94,7 @@ nlohmann::json Timeline::State::of_rank(int rank, std::int64_t group) {
     if (event.tensors) arguments["tensors"] = *event.tensors;
     all.push_back({{"ph", "X"},
                    {"pid", group},
-                   {"tid", rank},
+                   {"tid", is_of_gpu(event) ? kFirstTrackOfGpus + rank : rank},
                    {"name", event.operation},
                    {"ts", microseconds(event.began - origin)},
                    {"dur", microseconds(event.ended - event.began)},
@@ -90,10 +120,35 @@ class Recorder : public collective::Wrapper {
     return record(calls.front(), bytes, [&] { return collective::Wrapper::exchange(calls, deadline); });
   }
 
+  // Calls that are enqueued together are one operation, which ends when the GPU has done it.
+  EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline) override {
+    std::size_t bytes = 0;
+    for (const auto& call : calls) bytes += std::max(call.input.bytes(), call.output.bytes());
+    auto event = begun(calls.front(), bytes);
+    if (calls.size() > 1) event.operation += text(" and ", calls.size() - 1, " more");
+    try {
+      auto enqueued = collective::Wrapper::enqueue(calls, deadline);
+      enqueued.ended->then([state = state_, event, algorithm = enqueued.algorithm](bool have_succeeded) mutable {
+        if (have_succeeded) event.algorithm = algorithm;
+        state->add_of_gpu(std::move(event));
+      });
+      return enqueued;
+    } catch (...) {
+      state_->add_of_gpu(std::move(event));
+      throw;
+    }
+  }
+
  protected:
   Timeline::State* state() const { return state_.get(); }
 
  private:
+  static Event begun(const Call& call, std::size_t bytes) {
+    const auto now = Clock::now();
+    const auto called = call.called == Clock::time_point() ? now : call.called;
+    return {Event::Track::host, name_of(call.kind), call.tensors, "failed", bytes, called, now, now};
+  }
+
   // Failed operations are recorded too.
   template <class Act>
   const char* record(const Call& call, std::size_t bytes, const Act& act) {
@@ -105,9 +160,7 @@ class Recorder : public collective::Wrapper {
       Timeline::State& state;
       Event event;
     };
-    const auto now = Clock::now();
-    const auto called = call.called == Clock::time_point() ? now : call.called;
-    Entry entry{*state_, {name_of(call.kind), call.tensors, "failed", bytes, called, now, now}};
+    Entry entry{*state_, begun(call, bytes)};
     return entry.event.algorithm = act();
   }
 
@@ -121,6 +174,10 @@ class PublishingRecorder final : public Recorder {
       : Recorder(std::move(recorded), std::move(state)), store_(store), number_(number) {}
 
   ~PublishingRecorder() override {
+    try {
+      inner().synchronize(Deadline::after(kToPublish));
+    } catch (const Error&) {  // the calls that failed are recorded
+    }
     try {
       cluster::publish_text(store_, cluster::kTimelines, dumped(state()->of_rank(rank(), number_)),
                             Deadline::after(kToPublish));
@@ -151,6 +208,7 @@ Group with_timeline(const Group& group, Timeline& timeline, Deadline deadline) {
 }
 
 void Timeline::write(const std::string& path, const Group& group, Deadline deadline) const {
+  group.synchronize(deadline);
   std::string bytes = dumped(state_->of_rank(group.rank()));
   std::int64_t length = static_cast<std::int64_t>(bytes.size());
   std::vector<std::int64_t> lengths(static_cast<std::size_t>(group.size()));

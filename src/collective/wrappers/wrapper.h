@@ -24,7 +24,9 @@ class Wrapper : public GroupBackend {
   }
   bool reaches(MemoryDevice device, Deadline deadline) override { return inner_->reaches(device, deadline); }
   void look(const char* operation, bool also_left) override { inner_->look(operation, also_left); }
+  transport::ShownNumbers* numbers() override { return inner_->numbers(); }
   void synchronize(Deadline deadline) override { inner_->synchronize(deadline); }
+  void begin_split(int color, int key, Deadline deadline) override { inner_->begin_split(color, key, deadline); }
   std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override {
     return inner_->make(members, deadline);
   }

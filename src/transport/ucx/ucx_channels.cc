@@ -111,6 +111,7 @@ class UcxChannels final : public Channels {
   }
   void check() override { failure_channel_.check(); }
   void look(const char* operation, bool also_left) override { failure_channel_.look(operation, also_left); }
+  ShownNumbers& numbers() override { return failure_channel_; }
 
  private:
   template <class Done>
