@@ -63,9 +63,9 @@ at::Device device_of_sums(const Communicator& ranks, const std::vector<at::Tenso
 }
 
 Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOptions options)
-    : infos_(std::move(slots)),
-      ranks_(std::move(ranks)),
+    : ranks_(std::move(ranks)),
       options_(std::move(options)),
+      infos_(std::move(slots)),
       group_(ranks_.group()),
       regroups_(ranks_.regroups()),
       order_(all_slots(infos_.size())),
@@ -96,9 +96,13 @@ Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOption
 
 Buckets::~Buckets() { end_pending(); }
 
-bool Buckets::rebuild_after_regroup() {
+bool Buckets::rebuild_after_regroup(const std::function<at::Device()>& find_device) {
   if (regroups_ == ranks_.regroups()) return false;
   end_pending();
+  if (find_device) {
+    const auto device = find_device();
+    for (auto& slot : infos_) slot.device = device;
+  }
   regroups_ = ranks_.regroups();
   group_ = ranks_.group();
   weights_ = {};

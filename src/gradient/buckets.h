@@ -67,8 +67,9 @@ class Buckets {
   Buckets& operator=(const Buckets&) = delete;
 
   // Takes the communicator's new Group after a regroup, and returns whether there was one. Memory and layout are then
-  // made anew; the weight scale and an unfinished pass are discarded. Collective.
-  bool rebuild_after_regroup();
+  // made anew; the weight scale and an unfinished pass are discarded. `find_device` returns where the new Group's
+  // gradients are summed; null: where they were. Collective, as `find_device` may be.
+  bool rebuild_after_regroup(const std::function<at::Device()>& find_device = nullptr);
 
   const Communicator& ranks() const { return ranks_; }
   PassWeights& weights() { return weights_; }
@@ -148,11 +149,11 @@ class Buckets {
   void end_pending();
 
   // Constant after construction.
-  const std::vector<BucketSlot> infos_;
   const Communicator ranks_;
   const BucketOptions options_;
 
   // Set anew after each regroup.
+  std::vector<BucketSlot> infos_;  // their devices alone
   Group group_;
   std::int64_t regroups_;
   bool overlaps_ = false;

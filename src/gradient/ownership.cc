@@ -268,11 +268,9 @@ void carry_out(const std::vector<ShardMove>& moves, const Communicator& ranks, c
 }
 
 void gather_in_place(const Communicator& ranks, const at::Tensor& whole, const Counts& counts) {
-  const auto dtype = ops::dtype_of(whole.scalar_type());
-  const auto own = collective::share_of(counts, 0, ranks.rank());
-  auto* const data = static_cast<std::byte*>(whole.data_ptr());
-  auto call = Call::all_gather({data + own.begin * size_of(dtype), own.count(), dtype},
-                               {data, static_cast<std::size_t>(whole.numel()), dtype}, counts);
+  const auto share = collective::share_of(counts, 0, ranks.rank());
+  const auto own = whole.narrow(0, static_cast<std::int64_t>(share.begin), static_cast<std::int64_t>(share.count()));
+  auto call = on_stream_of(whole, Call::all_gather(buffer_of(own), buffer_of(whole), counts));
   call.purpose = ranks.purpose();
   ranks.group().run(call, ranks.deadline());
 }

@@ -9,7 +9,7 @@ class Group;
 
 // From now on every torch::nn::BatchNorm1d, 2d and 3d of the module normalizes, in training, by the mean and variance
 // of the examples of all ranks. No layer is replaced, so members of the module's own keep working. A layer makes two
-// all_reduces in forward and two in backward, of at most channels + 2 numbers each, on a group of their own. All ranks
+// all_reduces in forward and two in backward, of at most channels + 1 numbers each, on a group of their own. All ranks
 // run the same layers in the same order, as often (so not within DistributedDataParallel::join). Gradients are those of
 // the mean that DistributedDataParallel, fully_shard or Horovod's DistributedOptimizer makes of the ranks' losses. With
 // none of them they are those of the mean over all examples; lockstep/parallel/pipeline.h tells those of a Pipeline.
