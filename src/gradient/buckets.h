@@ -14,6 +14,7 @@
 
 #include "base/mutex.h"
 #include "collective/calls.h"
+#include "gradient/device_of_sums.h"
 #include "gradient/eight_bit_mean.h"
 #include "gradient/ownership.h"
 #include "gradient/pass_weights.h"
@@ -41,10 +42,6 @@ struct BucketSlot {
   bool follows = true;  // its parameter directly follows the previous slot's in memory: they can be scattered together
   at::Device device = at::kCPU;  // where its gradients are summed: on a GPU where the Group reaches that
 };
-
-// Returns where the parameters' gradients are best summed. That is their GPU if each rank has one for all of them, and
-// the Group reaches it; else it is the CPU. Collective.
-at::Device device_of_sums(const Communicator& ranks, const std::vector<at::Tensor>& parameters);
 
 // A bucket of consecutive slots, laid out as their parameters are in the flat buffer and cut into one range a rank.
 struct ScatteredBucket {
@@ -89,10 +86,10 @@ class Buckets {
   // Requires that all slots are ready. Returns when the means are complete. Throws what the Group throws.
   void finish();
 
-  // Flat, of the slot's dtype: the mean over the ranks, and whether any rank has a gradient. Where means are scattered,
-  // only this rank's shards are valid.
+  // Flat, of the slot's dtype: the mean over the ranks, and whether any rank has a gradient. The host waits for a GPU
+  // to tell that of a slot of which this rank has none. Where means are scattered, only this rank's shards are valid.
   const at::Tensor& mean(std::size_t slot) const { return slots_[slot].mean; }
-  bool has_gradient(std::size_t slot) const { return slots_[slot].has_gradient; }
+  bool has_gradient(std::size_t slot);
   void multiply(double factor);  // all means
   bool all_finite() const;       // on all ranks; collective where means are scattered
 
@@ -116,7 +113,7 @@ class Buckets {
     std::size_t bucket = 0;
     at::Tensor input, mean, flag;  // flag: one element
     bool ready = false;            // written by the thread that marks it
-    bool has_gradient = false;     // this rank, once it is marked; any rank, once the means are complete
+    bool has_gradient = false;     // this rank, once it is marked; any rank, once the bucket's flags were read
   };
   struct Bucket {
     GradientBucket shown;  // the gradients, then the flags
@@ -128,6 +125,7 @@ class Buckets {
     collective::Slice own;                     // elements whose mean this rank gets
     std::shared_ptr<const std::string> names;  // for timelines
     Purpose purpose;
+    bool flags_are_read = false;       // in this pass
     std::size_t missing = 0;           // slots that are not ready; guarded by mutex_
     std::vector<c10::Stream> streams;  // on a GPU, of the threads that filled it; guarded by mutex_
     std::optional<Work> work;

@@ -13,7 +13,7 @@
 #include <map>
 
 #include "base/text.h"
-#include "gradient/buckets.h"
+#include "gradient/device_of_sums.h"
 #include "lockstep/base/error.h"
 #include "ops/parameter_hook.h"
 #include "ops/tensors.h"

@@ -9,7 +9,7 @@
 #include <set>
 
 #include "base/text.h"
-#include "gradient/buckets.h"
+#include "gradient/device_of_sums.h"
 #include "gradient/ownership.h"
 #include "lockstep/base/error.h"
 
