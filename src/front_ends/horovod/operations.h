@@ -27,7 +27,7 @@ inline Tensor own_copy(const Tensor& tensor, bool on_gpu) {
   return (on_gpu ? values : values.to(at::kCPU)).clone(at::MemoryFormat::Contiguous);
 }
 
-// What a rank sends that has `own`: in host memory where the tensors of some ranks are not on their GPUs.
+// Returns what a rank sends that has `own`. It is in host memory where the tensors of some ranks are not on their GPUs.
 inline Tensor as_all_send(const Tensor& own, const std::vector<Announcement>& all) {
   return are_on_gpus(all) ? own : own.to(at::kCPU);
 }

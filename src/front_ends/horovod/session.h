@@ -81,7 +81,7 @@ class Session {
   Work start(std::function<void()> task) { return start(std::nullopt, std::move(task)); }
   void run(const std::function<void()>& task) { start(task).wait(); }
 
-  // The same for tensors on a GPU, as add_on_stream. `stream`: what stream_for returned.
+  // Starts a task for tensors on a GPU, as add_on_stream does. `stream`: what stream_for returned.
   Work start(const std::optional<c10::Stream>& stream, std::function<void()> task, const std::vector<Tensor>& used = {},
              std::function<std::vector<Tensor>()> results = nullptr);
 
