@@ -18,10 +18,16 @@ namespace hvd = lockstep::horovod;
 namespace {
 
 constexpr std::int64_t kExamples = 240, kBatch = 4;
+constexpr int kGpuOfNewcomer = 3;
 
 int number(const char* name, int otherwise) {
   const char* const value = std::getenv(name);
   return value == nullptr ? otherwise : std::atoi(value);
+}
+
+// A rank's GPU where there are some.
+at::Device device_of(int local_rank) {
+  return at::hasCUDA() ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(local_rank)) : at::Device(at::kCPU);
 }
 
 // All processes get the same net.
@@ -86,6 +92,10 @@ int main() {
     const char* const given = std::getenv("PLACE");
     const std::string place = given == nullptr ? "" : given;
     auto net = net_of();
+    const auto device = device_of(joins ? kGpuOfNewcomer : hvd::local_rank());
+    const c10::OptionalDeviceGuard guard(device.is_cuda() ? std::optional(device) : std::nullopt);
+    net->to(device);
+    std::cout << "trains on " << device << std::endl;
     auto sgd = sgd_of(net);
     hvd::DistributedOptimizer optimizer(sgd);
     hvd::elastic::ElasticSampler sampler(kExamples, false);
@@ -104,7 +114,7 @@ int main() {
             if (place == "print") std::cout << "batch " << batches << std::endl;
             if (place != "print") raise(SIGKILL);
           }
-          const auto x = inputs().index_select(0, at::tensor(sampler.get_indices(batch, kBatch)));
+          const auto x = inputs().index_select(0, at::tensor(sampler.get_indices(batch, kBatch))).to(device);
           optimizer.zero_grad();
           loss_of(net, x).backward();
           optimizer.step();
