@@ -49,6 +49,16 @@ torch::optim::SGD sgd_of(torch::nn::Linear& net) {
   return torch::optim::SGD(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
 }
 
+// The next backward ends this process when the others have been told that it runs.
+void die_in_backward(torch::nn::Linear& net) {
+  const auto gradients = std::make_shared<int>(0);
+  for (auto& parameter : net->parameters()) {
+    parameter.register_hook([gradients](const at::Tensor&) {
+      if (++*gradients == 2) raise(SIGKILL);
+    });
+  }
+}
+
 void print_result(const torch::nn::Linear& net, std::int64_t batches) {
   std::cout << std::setprecision(15) << "batches " << batches << ", weights";
   for (const auto& parameter : net->parameters()) {
@@ -77,8 +87,9 @@ void train_alone(int epochs, std::int64_t lost_at) {
 }  // namespace
 
 // The environment: EPOCHS of the same examples in the same order; STEP_MS of work in each batch. Rank VICTIM is killed
-// in batch number BATCH, from 0 on, or, where PLACE is "print", prints that it is there. Who joins prints when. ALONE:
-// trains in this process as the ranks do, with the batches of two from batch BATCH on.
+// in batch number BATCH, from 0 on, and where PLACE is "backward" in the middle of its backward. Where PLACE is
+// "print", the rank prints that it is there. Who joins prints when. ALONE: trains in this process as the ranks do, with
+// the batches of two from batch BATCH on.
 int main() {
   try {
     if (number("ALONE", 0) == 1) {
@@ -112,7 +123,8 @@ int main() {
           usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000);
           if (is_victim && batches == number("BATCH", -1)) {
             if (place == "print") std::cout << "batch " << batches << std::endl;
-            if (place != "print") raise(SIGKILL);
+            if (place == "backward") die_in_backward(net);
+            if (place.empty()) raise(SIGKILL);
           }
           const auto x = inputs().index_select(0, at::tensor(sampler.get_indices(batch, kBatch))).to(device);
           optimizer.zero_grad();

@@ -1,4 +1,4 @@
-// What loops of a user's own train with, on simulated GPUs, a thread and a GPU for each rank: the results of one CPU.
+// Loops of a user's own on simulated GPUs, a thread and a GPU for each rank: their results are those of one CPU.
 // The host reads nothing in a step.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -60,7 +60,7 @@ struct Rank {
   std::int64_t reads = 0;
 };
 
-// What each rank's `act` returns for what `prepare` returns. On GPUs the host reads nothing while they act.
+// `act` makes a rank's results from the inputs that `prepare` returns. On GPUs the host reads nothing meanwhile.
 using Prepare = std::function<Tensors(int rank)>;
 using Act = std::function<Tensors(Rank& rank, Tensors& inputs)>;
 
@@ -200,6 +200,22 @@ TEST_P(GpuHorovod, ProcessSetsAndAdasumAreThoseOfCpus) {
                                    {.op = hvd::Adasum, .compression = hvd::Compression::fp16, .process_set = two}),
                     hvd::allgather(inputs[1].narrow(0, 0, rank.number + 1), "", two)};
     results.push_back(hvd::allreduce(inputs[1]));
+    return results;
+  });
+}
+
+// A result's indices and values, for each rank has other numbers of entries.
+TEST_P(GpuHorovod, SparseAllreducesAreThoseOfCpus) {
+  const auto prepare = [](int rank) {
+    return Tensors{at::arange(rank + 1).view({1, rank + 1}), numbers_of(rank, {rank + 1, 3})};
+  };
+  expect_as_on_cpus(GetParam(), prepare, [](Rank&, Tensors& inputs) {
+    const auto mine = at::_sparse_coo_tensor_unsafe(inputs[0], inputs[1], {4, 3});
+    Tensors results;
+    for (const auto op : {hvd::Sum, hvd::Average}) {
+      const auto sum = hvd::sparse_allreduce(mine, {.op = op, .postscale_factor = 2});
+      results.insert(results.end(), {sum._indices(), sum._values()});
+    }
     return results;
   });
 }
