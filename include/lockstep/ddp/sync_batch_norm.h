@@ -14,8 +14,9 @@ class Group;
 // the mean that DistributedDataParallel, fully_shard or Horovod's DistributedOptimizer makes of the ranks' losses. With
 // none of them they are those of the mean over all examples; lockstep/parallel/pipeline.h tells those of a Pipeline.
 // Not for modules of a Strategy, whose replicas may have no examples. Statistics of 16 bits are computed in float32.
-// Collective; one thread a rank. Throws InvalidArgument where a layer has neither weights nor running statistics.
-// Follows SyncBatchNorm.convert_sync_batchnorm.
+// On GPUs the host waits only on a rank with at most one value per channel. A rank that does not know its examples in
+// a backward throws, and aborts the layers' group. Collective; one thread a rank. Throws InvalidArgument where a layer
+// has neither weights nor running statistics. Follows SyncBatchNorm.convert_sync_batchnorm.
 //
 // torch::nn::BatchNorm refuses a batch with one value per channel before it looks at other ranks; SyncBatchNorm, which
 // is converted too, takes it.
