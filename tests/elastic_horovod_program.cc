@@ -18,10 +18,16 @@ namespace hvd = lockstep::horovod;
 namespace {
 
 constexpr std::int64_t kExamples = 240, kBatch = 4;
+constexpr int kGpuOfNewcomer = 3;
 
 int number(const char* name, int otherwise) {
   const char* const value = std::getenv(name);
   return value == nullptr ? otherwise : std::atoi(value);
+}
+
+// A rank's GPU where there are some.
+at::Device device_of(int local_rank) {
+  return at::hasCUDA() ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(local_rank)) : at::Device(at::kCPU);
 }
 
 // All processes get the same net.
@@ -41,6 +47,19 @@ at::Tensor loss_of(torch::nn::Linear& net, const at::Tensor& x) {
 
 torch::optim::SGD sgd_of(torch::nn::Linear& net) {
   return torch::optim::SGD(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+}
+
+// The next backward ends this process when the others have been told that it runs. Others on GPUs do not wait for it
+// meanwhile, and go on to their next commit.
+void die_in_backward(torch::nn::Linear& net) {
+  const auto gradients = std::make_shared<int>(0);
+  for (auto& parameter : net->parameters()) {
+    parameter.register_hook([gradients](const at::Tensor&) {
+      if (++*gradients < 2) return;
+      usleep(500'000);
+      raise(SIGKILL);
+    });
+  }
 }
 
 void print_result(const torch::nn::Linear& net, std::int64_t batches) {
@@ -71,8 +90,9 @@ void train_alone(int epochs, std::int64_t lost_at) {
 }  // namespace
 
 // The environment: EPOCHS of the same examples in the same order; STEP_MS of work in each batch. Rank VICTIM is killed
-// in batch number BATCH, from 0 on, or, where PLACE is "print", prints that it is there. Who joins prints when. ALONE:
-// trains in this process as the ranks do, with the batches of two from batch BATCH on.
+// in batch number BATCH, from 0 on, and where PLACE is "backward" in the middle of its backward. Where PLACE is
+// "print", the rank prints that it is there. Who joins prints when. ALONE: trains in this process as the ranks do, with
+// the batches of two from batch BATCH on.
 int main() {
   try {
     if (number("ALONE", 0) == 1) {
@@ -86,6 +106,10 @@ int main() {
     const char* const given = std::getenv("PLACE");
     const std::string place = given == nullptr ? "" : given;
     auto net = net_of();
+    const auto device = device_of(joins ? kGpuOfNewcomer : hvd::local_rank());
+    const c10::OptionalDeviceGuard guard(device.is_cuda() ? std::optional(device) : std::nullopt);
+    net->to(device);
+    std::cout << "trains on " << device << std::endl;
     auto sgd = sgd_of(net);
     hvd::DistributedOptimizer optimizer(sgd);
     hvd::elastic::ElasticSampler sampler(kExamples, false);
@@ -102,9 +126,10 @@ int main() {
           usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000);
           if (is_victim && batches == number("BATCH", -1)) {
             if (place == "print") std::cout << "batch " << batches << std::endl;
-            if (place != "print") raise(SIGKILL);
+            if (place == "backward") die_in_backward(net);
+            if (place.empty()) raise(SIGKILL);
           }
-          const auto x = inputs().index_select(0, at::tensor(sampler.get_indices(batch, kBatch)));
+          const auto x = inputs().index_select(0, at::tensor(sampler.get_indices(batch, kBatch))).to(device);
           optimizer.zero_grad();
           loss_of(net, x).backward();
           optimizer.step();

@@ -11,7 +11,9 @@
 // torchrun or by hand. Every rank makes the same calls in the same order, whichever threads make them. Before each call
 // the ranks compare it, names included. Where calls differ, all ranks throw InvalidArgument, which names two that do,
 // and the next call works again. Operations take the tensor as it is at the call and run one after the other in a
-// thread of their own.
+// thread of their own. Tensors on a GPU stay on GPUs, and the current stream waits for a result in the place of the
+// host. Each rank has one GPU, that of its first such tensors. Where some ranks' tensors are elsewhere, all go through
+// host memory. What fails on a GPU is thrown by a later operation.
 //
 // Calls that return tensors, and not handles, are differentiable as those of horovod.torch. For allreduce and alltoall,
 // backward makes the same call for the gradients. For allgather it takes this rank's rows of their average. For
@@ -41,14 +43,12 @@
 namespace c10 {
 struct IValue;
 }
-namespace torch {
-namespace nn {
+namespace torch::nn {
 class Module;
 }
-namespace optim {
+namespace torch::optim {
 class Optimizer;
 }
-}  // namespace torch
 
 namespace lockstep::horovod {
 
@@ -60,8 +60,8 @@ struct InitOptions {
 };
 
 // Finds the other ranks, and keeps this process and LibTorch's threads to its share of the host's cores, unless its
-// launcher did, or OMP_NUM_THREADS says how many threads. Call it before anything computes. Does nothing when called
-// again. Throws as Job and make_group.
+// launcher did, or OMP_NUM_THREADS says how many threads. Call it before anything computes; a second call does nothing.
+// Throws as Job and make_group.
 void init(const InitOptions& options = {});
 
 // Ends what was started and leaves the ranks. Does nothing when not initialized.
@@ -113,7 +113,7 @@ class Handle {
 
 using Tensors = std::vector<Tensor>;
 
-// True where `synchronize` would not wait. `synchronize` returns the operation's result, or throws its error.
+// poll: whether the operation is done. synchronize: returns its result, or throws its error.
 template <class Result>
 bool poll(const Handle<Result>& handle) {
   return handle.done();

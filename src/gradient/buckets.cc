@@ -53,19 +53,10 @@ std::vector<std::int64_t> all_slots(std::size_t count) {  // backward goes from 
 
 }  // namespace
 
-at::Device device_of_sums(const Communicator& ranks, const std::vector<at::Tensor>& parameters) {
-  const auto first = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
-  const bool is_one_gpu = first.is_cuda() && std::ranges::all_of(parameters, [&](const auto& parameter) {
-                            return parameter.device() == first;
-                          });
-  if (!ranks.all(is_one_gpu)) return at::kCPU;
-  return ranks.group().reaches({MemoryDevice::Type::cuda, first.index()}, ranks.deadline()) ? first : at::kCPU;
-}
-
 Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOptions options)
-    : infos_(std::move(slots)),
-      ranks_(std::move(ranks)),
+    : ranks_(std::move(ranks)),
       options_(std::move(options)),
+      infos_(std::move(slots)),
       group_(ranks_.group()),
       regroups_(ranks_.regroups()),
       order_(all_slots(infos_.size())),
@@ -96,9 +87,13 @@ Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOption
 
 Buckets::~Buckets() { end_pending(); }
 
-bool Buckets::rebuild_after_regroup() {
+bool Buckets::rebuild_after_regroup(const std::function<at::Device()>& find_device) {
   if (regroups_ == ranks_.regroups()) return false;
   end_pending();
+  if (find_device) {
+    const auto device = find_device();
+    for (auto& slot : infos_) slot.device = device;
+  }
   regroups_ = ranks_.regroups();
   group_ = ranks_.group();
   weights_ = {};
@@ -244,6 +239,7 @@ void Buckets::start_pass() {
   for (auto& bucket : buckets_) {
     bucket.missing = bucket.slots.size();
     bucket.shown.last = &bucket == &buckets_.back();
+    bucket.flags_are_read = false;
     bucket.work.reset();
     bucket.streams.clear();
   }
@@ -346,12 +342,18 @@ at::Tensor Buckets::own_part(const Bucket& bucket, const at::Tensor& of) {
 void Buckets::receive(Bucket& bucket) {
   const at::NoGradGuard no_grad;
   if (!bucket.mean.is_same(bucket.input)) own_part(bucket, bucket.mean).copy_(own_part(bucket, bucket.input));
-  // No flag is read where this rank has a gradient of every parameter: the host would wait for it.
-  if (std::ranges::all_of(bucket.slots, [this](std::size_t slot) { return slots_[slot].has_gradient; })) return;
-  const auto flags = bucket.flags.to(at::TensorOptions(at::kCPU).dtype(at::kFloat));
-  for (std::size_t k = 0; k < bucket.slots.size(); ++k) {
-    slots_[bucket.slots[k]].has_gradient = flags.const_data_ptr<float>()[k] > 0;
+}
+
+// Flags are read only where they are asked for: the host would wait for them.
+bool Buckets::has_gradient(std::size_t slot) {
+  auto& bucket = buckets_[slots_[slot].bucket];
+  if (!slots_[slot].has_gradient && !std::exchange(bucket.flags_are_read, true)) {
+    const auto flags = bucket.flags.to(at::TensorOptions(at::kCPU).dtype(at::kFloat));
+    for (std::size_t k = 0; k < bucket.slots.size(); ++k) {
+      slots_[bucket.slots[k]].has_gradient = flags.const_data_ptr<float>()[k] > 0;
+    }
   }
+  return slots_[slot].has_gradient;
 }
 
 void Buckets::multiply(double factor) {

@@ -14,6 +14,7 @@
 
 #include "base/mutex.h"
 #include "collective/calls.h"
+#include "gradient/device_of_sums.h"
 #include "gradient/eight_bit_mean.h"
 #include "gradient/ownership.h"
 #include "gradient/pass_weights.h"
@@ -42,10 +43,6 @@ struct BucketSlot {
   at::Device device = at::kCPU;  // where its gradients are summed: on a GPU where the Group reaches that
 };
 
-// Returns where the parameters' gradients are best summed. That is their GPU if each rank has one for all of them, and
-// the Group reaches it; else it is the CPU. Collective.
-at::Device device_of_sums(const Communicator& ranks, const std::vector<at::Tensor>& parameters);
-
 // A bucket of consecutive slots, laid out as their parameters are in the flat buffer and cut into one range a rank.
 struct ScatteredBucket {
   std::size_t first_slot;
@@ -67,8 +64,9 @@ class Buckets {
   Buckets& operator=(const Buckets&) = delete;
 
   // Takes the communicator's new Group after a regroup, and returns whether there was one. Memory and layout are then
-  // made anew; the weight scale and an unfinished pass are discarded. Collective.
-  bool rebuild_after_regroup();
+  // made anew; the weight scale and an unfinished pass are discarded. `find_device` returns where the new Group's
+  // gradients are summed; null: where they were. Collective, as `find_device` may be.
+  bool rebuild_after_regroup(const std::function<at::Device()>& find_device = nullptr);
 
   const Communicator& ranks() const { return ranks_; }
   PassWeights& weights() { return weights_; }
@@ -88,10 +86,10 @@ class Buckets {
   // Requires that all slots are ready. Returns when the means are complete. Throws what the Group throws.
   void finish();
 
-  // Flat, of the slot's dtype: the mean over the ranks, and whether any rank has a gradient. Where means are scattered,
-  // only this rank's shards are valid.
+  // Flat, of the slot's dtype: the mean over the ranks, and whether any rank has a gradient. The host waits for a GPU
+  // to tell that of a slot of which this rank has none. Where means are scattered, only this rank's shards are valid.
   const at::Tensor& mean(std::size_t slot) const { return slots_[slot].mean; }
-  bool has_gradient(std::size_t slot) const { return slots_[slot].has_gradient; }
+  bool has_gradient(std::size_t slot);
   void multiply(double factor);  // all means
   bool all_finite() const;       // on all ranks; collective where means are scattered
 
@@ -115,7 +113,7 @@ class Buckets {
     std::size_t bucket = 0;
     at::Tensor input, mean, flag;  // flag: one element
     bool ready = false;            // written by the thread that marks it
-    bool has_gradient = false;     // this rank, once it is marked; any rank, once the means are complete
+    bool has_gradient = false;     // this rank, once it is marked; any rank, once the bucket's flags were read
   };
   struct Bucket {
     GradientBucket shown;  // the gradients, then the flags
@@ -127,6 +125,7 @@ class Buckets {
     collective::Slice own;                     // elements whose mean this rank gets
     std::shared_ptr<const std::string> names;  // for timelines
     Purpose purpose;
+    bool flags_are_read = false;       // in this pass
     std::size_t missing = 0;           // slots that are not ready; guarded by mutex_
     std::vector<c10::Stream> streams;  // on a GPU, of the threads that filled it; guarded by mutex_
     std::optional<Work> work;
@@ -148,11 +147,11 @@ class Buckets {
   void end_pending();
 
   // Constant after construction.
-  const std::vector<BucketSlot> infos_;
   const Communicator ranks_;
   const BucketOptions options_;
 
   // Set anew after each regroup.
+  std::vector<BucketSlot> infos_;  // their devices alone
   Group group_;
   std::int64_t regroups_;
   bool overlaps_ = false;

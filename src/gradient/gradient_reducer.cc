@@ -94,7 +94,7 @@ void GradientReducer::require_gradients() const {
 
 bool GradientReducer::prepare() {
   require_gradients();
-  if (buckets_.rebuild_after_regroup()) {
+  if (buckets_.rebuild_after_regroup([this] { return device_of_sums(buckets_.ranks(), parameters_); })) {
     make_views();
     open_ = false;
     accumulated_ = {};
@@ -131,13 +131,15 @@ void GradientReducer::begin_backward() {
 // True where zero_grad has cleared what has accumulated. Zeros alone do not tell: a backward without examples leaves
 // them too, but then nobody has written the gradients since.
 bool GradientReducer::are_cleared() const {
+  const auto& last = parameters_[accumulated_.last].grad();
+  const bool is_as_left =
+      last.unsafeGetTensorImpl() == accumulated_.gradient && last._version() == accumulated_.version;
+  if (is_as_left) return false;
   const auto is_left = [](const at::Tensor& parameter) {
     return parameter.grad().defined() &&
            at::any(parameter.grad().is_sparse() ? parameter.grad().to_dense() : parameter.grad()).item<bool>();
   };
-  if (std::ranges::any_of(parameters_, is_left)) return false;
-  const auto& last = parameters_[accumulated_.last].grad();
-  return last.unsafeGetTensorImpl() != accumulated_.gradient || last._version() != accumulated_.version;
+  return std::ranges::none_of(parameters_, is_left);
 }
 
 // The sums that a pass left on parameters are the same on all ranks. Were they summed again, they would count once a

@@ -296,11 +296,9 @@ void carry_out(const std::vector<ShardMove>& moves, const Communicator& ranks, c
 }
 
 void gather_in_place(const Communicator& ranks, const at::Tensor& whole, const Counts& counts) {
-  const auto own = collective::share_of(counts, 0, ranks.rank());
-  auto part = buffer_of(whole);
-  part.data = static_cast<std::byte*>(part.data) + own.begin * size_of(part.dtype);
-  part.count = own.count();
-  auto call = Call::all_gather(part, buffer_of(whole), counts);
+  const auto share = collective::share_of(counts, 0, ranks.rank());
+  const auto own = whole.narrow(0, static_cast<std::int64_t>(share.begin), static_cast<std::int64_t>(share.count()));
+  auto call = Call::all_gather(buffer_of(own), buffer_of(whole), counts);
   call.purpose = ranks.purpose();
   ranks.group().run(on_stream_of(whole, call), ranks.deadline());
 }

@@ -13,6 +13,7 @@
 #include <map>
 
 #include "base/text.h"
+#include "gradient/device_of_sums.h"
 #include "lockstep/base/error.h"
 #include "ops/parameter_hook.h"
 #include "ops/tensors.h"
@@ -129,14 +130,18 @@ void broadcast(const Group& group, const Tensor& tensor, int root, Deadline dead
 }
 
 void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, int root) {
+  for (const auto& tensor : tensors) check("broadcast", tensor);
+  if (ranks.size() > 1) broadcast(ranks, tensors, root, gradient::device_of_sums(ranks, tensors));
+}
+
+void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, int root, at::Device by) {
   if (ranks.size() == 1) return;
   const at::NoGradGuard no_gradient;
   for (const auto& tensor : tensors) {
-    // Ranks may have their values on different devices, and one may have them on several.
-    const auto moved = movable("broadcast", tensor).cpu();
-    auto call = Call::broadcast({moved.mutable_data_ptr(), moved.nbytes(), DType::uint8}, root);
+    const auto moved = movable("broadcast", tensor).to(by);
+    auto call = Call::broadcast({moved.mutable_data_ptr(), moved.nbytes(), DType::uint8, memory_device(moved)}, root);
     call.purpose = ranks.purpose().told() ? ranks.purpose() : purpose_of(tensor.sizes());
-    ranks.group().run(call, ranks.deadline());
+    run(ranks.group(), call, moved, ranks.deadline());
     if (ranks.rank() != root && !has_memory_of(moved, tensor)) tensor.detach().copy_(moved);
   }
 }

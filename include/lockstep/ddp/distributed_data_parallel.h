@@ -133,7 +133,8 @@ class DistributedGradients {
 
 // After Communicator::regroup (job.h has an example) the next forward gives all ranks rank 0's parameters and buffers,
 // as construction does. The caller broadcasts rank 0's optimizer state and place in the loop. One rank may have made
-// the step in which another heard of the loss.
+// the step in which another heard of the loss. On GPUs such a loop calls Group::synchronize between backward and the
+// optimizer's step, which else might use sums that failed.
 //
 // One thread a rank. Call the module through this: `ddp(x)`, or `ddp.forward(x)`. `ddp->forward(x)` is the module's own
 // forward, of which this object does not know. The module is shared, not copied. Each backward with sync on is one step

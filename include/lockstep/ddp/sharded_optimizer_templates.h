@@ -112,7 +112,7 @@ std::unique_ptr<Optimizer> ShardedOptimizer<Optimizer>::consolidate(int root) co
     shards.push_back(core_->parameters.shards(rank));
     locals.push_back(std::make_unique<Optimizer>(groups_of(core_->groups, options, shards.back()), core_->defaults));
     std::istringstream bytes(saved[static_cast<std::size_t>(rank)]);
-    torch::load(*locals.back(), bytes);
+    torch::load(*locals.back(), bytes, at::Device(at::kCPU));  // not on the GPUs of the others
   }
   const auto parameters = parameters_of(core_->groups);
   auto whole = std::make_unique<Optimizer>(groups_of(core_->groups, options, parameters), core_->defaults);

@@ -9,13 +9,14 @@ class Group;
 
 // From now on every torch::nn::BatchNorm1d, 2d and 3d of the module normalizes, in training, by the mean and variance
 // of the examples of all ranks. No layer is replaced, so members of the module's own keep working. A layer makes two
-// all_reduces in forward and two in backward, of at most channels + 2 numbers each, on a group of their own. All ranks
+// all_reduces in forward and two in backward, of at most channels + 1 numbers each, on a group of their own. All ranks
 // run the same layers in the same order, as often (so not within DistributedDataParallel::join). Gradients are those of
 // the mean that DistributedDataParallel, fully_shard or Horovod's DistributedOptimizer makes of the ranks' losses. With
 // none of them they are those of the mean over all examples; lockstep/parallel/pipeline.h tells those of a Pipeline.
 // Not for modules of a Strategy, whose replicas may have no examples. Statistics of 16 bits are computed in float32.
-// Collective; one thread a rank. Throws InvalidArgument where a layer has neither weights nor running statistics.
-// Follows SyncBatchNorm.convert_sync_batchnorm.
+// On GPUs the host waits only on a rank with at most one value per channel. A rank that does not know its examples in
+// a backward throws, and aborts the layers' group. Collective; one thread a rank. Throws InvalidArgument where a layer
+// has neither weights nor running statistics. Follows SyncBatchNorm.convert_sync_batchnorm.
 //
 // torch::nn::BatchNorm refuses a batch with one value per channel before it looks at other ranks; SyncBatchNorm, which
 // is converted too, takes it.

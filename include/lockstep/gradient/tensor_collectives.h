@@ -30,8 +30,13 @@ void all_reduce(const Group& group, const Tensor& tensor, ReduceOp op, Deadline 
 // tensor <- rank `root`'s.
 void broadcast(const Group& group, const Tensor& tensor, int root, Deadline deadline);
 
-// Each tensor <- rank `root`'s; of any dtypes, also complex ones. Throws what the Communicator throws.
+// Each tensor <- rank `root`'s; of any dtypes, also complex ones. Ranks may have their values on different devices, and
+// one may have them on several: then values go through host memory. Throws what the Communicator throws.
 void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, int root = 0);
+
+// As above, for ranks that have agreed on the devices. Values go from device `by` of a rank to those of the others: a
+// GPU of each rank, or the CPU on all ranks.
+void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, int root, at::Device by);
 
 // The ranks' tensors one after the other along `dim`, where their sizes may differ, on this tensor's device. Not for
 // scalars.

@@ -54,7 +54,8 @@ class State {
   // that depend on them.
   void register_reset_callbacks(std::vector<std::function<void()>> callbacks);
 
-  // Copies the state in memory, and checks. Where a rank is lost, the steps since the last commit are done again.
+  // Waits for what GPUs still sum, copies the state in memory, and checks. Where a rank is lost, the steps since the
+  // last commit are done again.
   void commit();
 
   // Collective. Throws HostsUpdatedInterrupt where ranks have come or one that got SIGTERM is to leave, and Interrupted

@@ -50,13 +50,14 @@ DistributedDataParallelOptions checked(DistributedDataParallelOptions options) {
 }  // namespace
 
 struct DistributedGradients::State {
-  void share_values(int root = 0) const {
+  void share_values(int root = 0) {
     auto tensors = module->parameters();
     for (const auto& buffer : module->buffers()) tensors.push_back(buffer);
-    broadcast(ranks_for_values, tensors, root);
+    device_of_values = gradient::device_of_sums(ranks_for_values, tensors);
+    broadcast(ranks_for_values, tensors, root, device_of_values);
   }
   void share_buffers(int root) const {
-    if (options.broadcast_buffers) broadcast(ranks_for_buffers, module->buffers(), root);
+    if (options.broadcast_buffers) broadcast(ranks_for_buffers, module->buffers(), root, device_of_values);
   }
 
   // Called when the reducer was made, for the ranks that there are.
@@ -101,6 +102,7 @@ struct DistributedGradients::State {
   const Communicator ranks;
   std::optional<gradient::GradientReducer> reducer;
   Communicator ranks_for_values, ranks_for_buffers;  // the same ranks
+  at::Device device_of_values = at::kCPU;            // by which they go from rank to rank; for a Group
   Purpose end_of_join = {};
   std::vector<at::Tensor> trained = {}, frozen = {};
   std::set<const at::TensorImpl*> known = {};  // those in `trained`

@@ -1,4 +1,4 @@
-// Training goes on in the processes that are left when one was killed.
+// Training goes on in the processes that are left when one was killed: on CPUs, or on GPUs where there are some.
 #include <gtest/gtest.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
@@ -20,6 +20,10 @@ namespace {
 
 constexpr int kRanks = 3, kLost = 1, kSteps = 8, kLostAt = 3;
 
+at::Device device_of(int process) {
+  return at::hasCUDA() ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(process)) : at::Device(at::kCPU);
+}
+
 torch::nn::Linear make_regrouped_net() {
   torch::manual_seed(5);
   torch::nn::Linear net(4, 3);
@@ -27,12 +31,12 @@ torch::nn::Linear make_regrouped_net() {
   return net;
 }
 
-at::Tensor example(int process, int step, std::int64_t size) {
+at::Tensor example_of(int process, int step, std::int64_t size) {
   return at::sin(at::arange(2 * size, at::kDouble).view({2, size}) + 7 * process + step);
 }
 
 at::Tensor regrouped_loss_of(const at::Tensor& output, int process, int step) {
-  return torch::nn::functional::mse_loss(output, example(process, step, 3));
+  return torch::nn::functional::mse_loss(output, example_of(process, step, 3).to(output.device()));
 }
 
 torch::optim::SGD make_optimizer(torch::nn::Linear& net) {
@@ -41,7 +45,7 @@ torch::optim::SGD make_optimizer(torch::nn::Linear& net) {
 
 std::string text_of(torch::nn::Linear& net) {
   std::ostringstream out;
-  torch::save(at::cat({net->weight.detach().flatten(), net->bias.detach()}), out);
+  torch::save(at::cat({net->weight.detach().flatten(), net->bias.detach()}).cpu(), out);
   return out.str();
 }
 
@@ -56,15 +60,19 @@ std::string train(const std::string& store, int process, const std::string& back
   cluster.source = "lockstep run";
   Job job(cluster, 30);
   const Communicator ranks(job.group(options), 30);
+  const auto device = device_of(process);
+  const c10::OptionalDeviceGuard guard(device.is_cuda() ? std::optional(device) : std::nullopt);
   auto net = make_regrouped_net();
+  net->to(device);
   auto sgd = make_optimizer(net);
   DistributedDataParallel ddp(net, ranks);
   for (int step = 0; step < kSteps;) {
     try {
       sgd.zero_grad();
-      const auto loss = regrouped_loss_of(ddp(example(process, step, 4)), process, step);
+      const auto loss = regrouped_loss_of(ddp(example_of(process, step, 4).to(device)), process, step);
       if (process == kLost && step == kLostAt) ::raise(SIGKILL);
       loss.backward();
+      ranks.group().synchronize(ranks.deadline());  // on a GPU a call fails after it returned
       sgd.step();
       ++step;
     } catch (const PeerLost& lost) {
@@ -84,7 +92,7 @@ std::string trained_by_a_plain_loop() {
     std::vector<at::Tensor> losses;
     for (int process = 0; process < kRanks; ++process) {
       if (process != kLost || step < kLostAt)
-        losses.push_back(regrouped_loss_of(net(example(process, step, 4)), process, step));
+        losses.push_back(regrouped_loss_of(net(example_of(process, step, 4)), process, step));
     }
     at::stack(losses).mean().backward();
     sgd.step();
@@ -111,7 +119,8 @@ TEST_P(Regroup, ThoseThatAreLeftTrainOn) {
   for (const auto& process : processes) ends.push_back(process->said());
   EXPECT_TRUE(WIFSIGNALED(processes[kLost]->status()));
   EXPECT_EQ(ends[0], ends[2]);
-  const auto expected = parameters_in(trained_by_a_plain_loop());
+  ChildProcess plain_loop(trained_by_a_plain_loop);  // where there are GPUs, a backward here would end those of forks
+  const auto expected = parameters_in(plain_loop.said());
   EXPECT_LT((parameters_in(ends[0]) - expected).abs().max().item<double>(), 1e-12) << ends[0];
 }
 INSTANTIATE_TEST_SUITE_P(Ddp, Regroup, testing::Values("shm", "tcp"));

@@ -1,6 +1,7 @@
 #include "lockstep/ddp/sharded_parameters.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 
@@ -8,6 +9,7 @@
 #include <set>
 
 #include "base/text.h"
+#include "gradient/device_of_sums.h"
 #include "gradient/ownership.h"
 #include "lockstep/base/error.h"
 
@@ -82,7 +84,7 @@ struct ShardedParameters::State {
   const gradient::Ownership ownership;
   std::vector<const void*> places;  // [parameter]: address of its values
   const std::int64_t regroups = ranks.regroups();
-  std::map<at::ScalarType, at::Tensor> values;  // of all shards of a dtype, rank after rank, in memory of the Group
+  std::map<at::ScalarType, at::Tensor> values;  // of all shards of a dtype, rank after rank, as they are gathered
 
   // Calls act(rank, the shard in its parameter, the shard in `all`) for each shard of the dtype.
   template <class Act>
@@ -101,7 +103,12 @@ struct ShardedParameters::State {
 
 ShardedParameters::ShardedParameters(std::vector<at::Tensor> parameters, Communicator ranks)
     : state_((check(parameters, ranks), std::make_unique<State>(std::move(parameters), ranks))) {
+  const auto device = gradient::device_of_sums(state_->ranks, state_->parameters);
   for (const auto& range : state_->ownership.ranges()) {
+    if (device.is_cuda()) {
+      state_->values.emplace(range.dtype, at::empty({range.count()}, at::TensorOptions(range.dtype).device(device)));
+      continue;
+    }
     const auto bytes = static_cast<std::size_t>(range.count()) * at::elementSize(range.dtype);
     const auto memory = state_->ranks.group().allocate(bytes);
     state_->values.emplace(range.dtype,

@@ -15,6 +15,7 @@
 #include "gradient/layer_over_ranks.h"
 #include "lockstep/base/error.h"
 #include "lockstep/collective/group.h"
+#include "lockstep/gradient/tensor_collectives.h"
 
 namespace lockstep {
 namespace {
@@ -53,9 +54,10 @@ std::shared_ptr<const Layer> layer_of(const OptionalTensor& tensor) {
   return std::dynamic_pointer_cast<const Layer>(gradient::layer_over_ranks_of(*tensor));
 }
 
+// On the device of `values`.
 Tensor summed(const Tensor& values, const Group& group, Purpose purpose) {
-  auto sum = values.to(at::kCPU, at::kDouble).contiguous().clone();
-  auto call = Call::all_reduce({sum.data_ptr(), static_cast<std::size_t>(sum.numel()), DType::float64}, ReduceOp::sum);
+  const auto sum = values.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true).contiguous();
+  auto call = on_stream_of(sum, Call::all_reduce(buffer_of(sum), ReduceOp::sum));
   call.purpose = purpose;
   group.run(call, soon());
   return sum.to(values.options());
@@ -82,22 +84,15 @@ struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
                                                  const torch::autograd::variable_list& gradients) {
     const auto layer = c10::static_intrusive_pointer_cast<LayerHolder>(context->saved_data["layer"].toCapsule())->layer;
     double weight = 0;
-    std::exception_ptr unknown;
     try {
       weight = layer->weight_of_backward(context->saved_data["examples"].toDouble());
-    } catch (...) {
-      unknown = std::current_exception();
+    } catch (const std::exception& error) {  // the others wait for this rank's gradients
+      layer->group().abort(text(layer->backward.words(),
+                                ": another rank does not know the number of its examples in this backward: rank ",
+                                layer->group().rank(), ": ", error.what()));
+      throw;
     }
-    // The others wait for this rank's gradients; the last number tells them that it has none.
-    const auto has_none = at::full({1}, unknown ? 1.0 : 0.0, gradients[0].options());
-    const auto all = summed(at::cat({gradients[0] * weight, has_none}), layer->group(), layer->backward);
-    if (unknown) std::rethrow_exception(unknown);
-    if (all[-1].item<double>() > 0) {
-      throw InvalidArgument(text(layer->backward.words(),
-                                 ": another rank does not know the number of its examples in this "
-                                 "backward"));
-    }
-    const auto sum = all.narrow(0, 0, all.numel() - 1);
+    const auto sum = summed(gradients[0] * weight, layer->group(), layer->backward);
     return {weight > 0 ? sum / weight : at::zeros_like(sum), Tensor(), Tensor()};
   }
 };
@@ -119,11 +114,12 @@ Tensor normalized_over_ranks(const Tensor& input, const OptionalTensor& weight, 
   std::vector<std::int64_t> others(static_cast<std::size_t>(x.dim()) - 1), shape(static_cast<std::size_t>(x.dim()), 1);
   std::iota(others.begin() + 1, others.end(), 2);
   shape[1] = channels;
-  const auto own_count = at::full({1}, channels > 0 ? static_cast<double>(x.numel() / channels) : 0, x.options());
+  const auto own_values = channels > 0 ? x.numel() / channels : 0;  // per channel
+  const auto own_count = at::full({1}, static_cast<double>(own_values), x.options());
 
   const auto totals = SumOverRanks::apply(at::cat({x.sum(others), own_count}), holder, examples);
   const auto count = totals[channels].detach();
-  if (count.item<double>() <= 1) {
+  if (own_values <= 1 && count.item<double>() <= 1) {  // else the host need not wait for a GPU
     throw InvalidArgument("batch normalization over all ranks needs more than one value per channel in training");
   }
   const auto mean = totals.narrow(0, 0, channels) / count;

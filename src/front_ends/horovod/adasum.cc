@@ -2,9 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include <array>
 #include <bit>
-#include <span>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -13,15 +11,15 @@
 namespace lockstep::horovod {
 namespace {
 
-// The factors of a and of b.
-std::array<double, 2> shares_of(const at::Tensor& a, const at::Tensor& b) {
+// The factors of a and of b: [2].
+at::Tensor shares_of(const at::Tensor& a, const at::Tensor& b) {
   const auto x = a.to(at::kDouble), y = b.to(at::kDouble);
-  const double both = at::dot(x, y).item<double>();
+  const auto both = at::dot(x, y);
   const auto share = [&](const at::Tensor& one) {
-    const double squares = at::dot(one, one).item<double>();
-    return squares == 0 ? 1 : 1 - both / (2 * squares);
+    const auto squares = at::dot(one, one);
+    return at::where(squares == 0, at::ones_like(squares), 1 - both / (2 * squares));
   };
-  return {share(x), share(y)};
+  return at::stack({share(x), share(y)});
 }
 
 }  // namespace
@@ -39,14 +37,15 @@ void adasum(const Session& session, const at::Tensor& tensor) {
   auto theirs = at::empty_like(tensor);
   for (int distance = 1; distance < session.size(); distance *= 2) {
     const int partner = session.rank() ^ distance;
-    session.carry_out({Call::send(buffer_of(tensor), partner), Call::recv(buffer_of(theirs), partner)});
+    session.carry_out({on_stream_of(tensor, Call::send(buffer_of(tensor), partner)),
+                       on_stream_of(theirs, Call::recv(buffer_of(theirs), partner))});
     const bool is_first = session.rank() < partner;
     at::Tensor mine = tensor;
     const auto &a = is_first ? mine : theirs, &b = is_first ? theirs : mine;
-    std::array<double, 2> shares{};  // of one rank, since sums may have other bits on another processor
-    if (is_first) shares = shares_of(a, b);
-    const auto numbers = buffer_of(std::span(shares));
-    session.carry_out(is_first ? Call::send(numbers, partner) : Call::recv(numbers, partner));
+    // Those of one rank, since sums may have other bits on another processor.
+    const auto shares = is_first ? shares_of(a, b) : at::empty({2}, tensor.options().dtype(at::kDouble));
+    const auto numbers = buffer_of(shares);
+    session.carry_out(on_stream_of(shares, is_first ? Call::send(numbers, partner) : Call::recv(numbers, partner)));
     mine.copy_(a.to(at::kDouble) * shares[0] + b.to(at::kDouble) * shares[1]);
   }
 }

@@ -18,8 +18,8 @@ namespace lockstep::horovod {
 // Throws InvalidArgument where the number of ranks is no power of two.
 void check_adasum(const std::string& caller, const at::Tensor& tensor, int ranks);
 
-// tensor <- adasum over all ranks, with the same bits on all. `tensor`: flat, floating-point, in host memory. For tasks
-// of the session, after negotiate.
+// tensor <- adasum over all ranks, with the same bits on all. `tensor`: flat, floating-point, in host memory on all
+// ranks or on the session's GPU. For tasks of the session, after negotiate.
 void adasum(const Session& session, const at::Tensor& tensor);
 
 }  // namespace lockstep::horovod

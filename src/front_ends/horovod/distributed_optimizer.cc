@@ -92,9 +92,9 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
   ~State() { session->remove_optimizer(number); }
 
   void add_to_session() {
-    number = session->add_optimizer([this] {
-      return shadow.add([this]() -> std::function<void()> { return [this] { reducer->shadow_pass(); }; });
-    });
+    const auto stream = session->stream_for(trained);
+    const auto take_part = [this, stream] { return add_on_stream(shadow, stream, [this] { reducer->shadow_pass(); }); };
+    number = session->add_optimizer(take_part, ranks);
   }
 
   // Goes on with other ranks, after a step that may have failed.

@@ -99,6 +99,7 @@ void State::on_reset() {
 }
 
 void State::commit() {
+  if (Session::exists()) Session::current()->synchronize();  // what a failed call on a GPU left must not be saved
   save();
   ++commits_;
   check_host_updates();

@@ -16,8 +16,18 @@ namespace {
 
 // A Backward as a node of the graph holds it.
 struct KeptBackward : torch::CustomClassHolder {
-  explicit KeptBackward(Backward function) : call(std::move(function)) {}
-  const Backward call;
+  explicit KeptBackward(Backward function) : call_(std::move(function)), session_(Session::current()) {}
+
+  // Among the ranks of the forward: backward runs in a GPU's own thread.
+  Tensors call(const Tensors& gradients, const std::vector<std::size_t>& which) const {
+    std::optional<Session::Use> use;
+    if (auto session = session_.lock()) use.emplace(std::move(session));
+    return call_(gradients, which);
+  }
+
+ private:
+  const Backward call_;
+  const std::weak_ptr<Session> session_;
 };
 
 struct Node : torch::autograd::Function<Node> {
@@ -71,32 +81,33 @@ Started start_allgather(const char* caller, const Tensors& tensors, const std::s
   const InProcessSet in_set(set);
   const auto session = Session::current();
   if (tensors.empty()) throw InvalidArgument(text(caller, ": there are no tensors"));
+  for (const auto& tensor : tensors) check_rows(caller, tensor);
+  const auto stream = session->stream_for(tensors);
   Tensors inputs;
-  for (const auto& tensor : tensors) {
-    check_rows(caller, tensor);
-    inputs.push_back(own_on_host(tensor));
-  }
+  for (const auto& tensor : tensors) inputs.push_back(own_copy(tensor, stream.has_value()));
   std::vector<std::string> shapes;
   for (const auto& tensor : tensors) shapes.push_back(rows_of(tensor));
   const auto several = tensors.size() > 1 ? text(tensors.size(), " tensors: ") : "";
   auto results = std::make_shared<Tensors>(tensors.size());
   const auto run = [session = session.get(), call = text(caller, named(name), " of ", several, lockstep::join(shapes)),
-                    tensors, inputs, results, places, name] {
+                    on_gpu = stream.has_value(), tensors, inputs, results, places, name] {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
-      const auto& input = inputs[i];
       auto mine = Announcement::of(call);
-      mine.own = input.size(0);
+      mine.own = inputs[i].size(0);
+      mine.on_gpu = on_gpu;
+      const auto all = session->negotiate(mine);
+      const auto input = as_all_send(inputs[i], all);
       std::vector<std::int64_t> rows;
-      for (const auto& theirs : session->negotiate(mine)) rows.push_back(theirs.own);
+      for (const auto& theirs : all) rows.push_back(theirs.own);
       places->push_back(
           {std::accumulate(rows.begin(), rows.begin() + session->rank(), std::int64_t{0}), input.size(0)});
       const auto output = at::empty(with_rows(input, sum_of(rows)), input.options());
       session->carry_out(with_name(
-          Call::all_gather(buffer_of(input), buffer_of(output), counts_of(rows, elements_of_row(input))), name));
+          input, name, Call::all_gather(buffer_of(input), buffer_of(output), counts_of(rows, elements_of_row(input)))));
       (*results)[i] = output.to(tensors[i].device());
     }
   };
-  return {session->start(run), results};
+  return {session->start(stream, run, inputs, [results] { return *results; }), results};
 }
 
 Handle<Tensor> start_broadcast(const Tensor& tensor, int root_rank, const std::string& name, bool in_place,
@@ -107,18 +118,22 @@ Handle<Tensor> start_broadcast(const Tensor& tensor, int root_rank, const std::s
   const int root = InProcessSet::root_of("broadcast", set, root_rank);
   check_root("broadcast", root, session->size());
   auto result = std::make_shared<Tensor>(tensor);
-  const auto run = [session = session.get(), root, name, in_place, result, host = own_on_host(tensor)] {
+  const auto stream = session->stream_for({tensor});
+  const auto own = own_copy(tensor, stream.has_value());
+  const auto run = [session = session.get(), root, name, in_place, result, own, on_gpu = stream.has_value()] {
     const at::NoGradGuard no_gradient;
-    session->negotiate(Announcement::of(
-        text("broadcast", named(name), " from rank ", root, " of ", host.scalar_type(), " ", host.sizes())));
-    session->carry_out(with_name(Call::broadcast(buffer_of(host), root), name));
+    auto mine = Announcement::of(
+        text("broadcast", named(name), " from rank ", root, " of ", own.scalar_type(), " ", own.sizes()));
+    mine.on_gpu = on_gpu;
+    const auto sent = as_all_send(own, session->negotiate(mine));
+    session->carry_out(with_name(sent, name, Call::broadcast(buffer_of(sent), root)));
     if (in_place) {
-      result->detach().copy_(host);
+      result->detach().copy_(sent);
     } else {
-      *result = host.to(result->device());
+      *result = sent.to(result->device());
     }
   };
-  return {session->start(run), result};
+  return {session->start(stream, run, {own, tensor}, [result] { return Tensors{*result}; }), result};
 }
 
 Tensors gathered(const char* caller, const Tensors& tensors, const std::string& name, const ProcessSet& set) {
@@ -172,19 +187,25 @@ Handle<AlltoallResult> alltoall_async(const Tensor& tensor, const std::vector<st
   const auto session = Session::current();
   check_rows("alltoall", tensor);
   auto result = std::make_shared<AlltoallResult>();
-  const auto run = [session = session.get(), name, result, device = tensor.device(), input = own_on_host(tensor),
-                    sent = checked_splits(tensor, splits, session->size())]() mutable {
-    session->negotiate(Announcement::of(text("alltoall", named(name), " of ", rows_of(input))));
+  const auto sent_rows = checked_splits(tensor, splits, session->size());
+  const auto stream = session->stream_for({tensor});
+  const auto own = own_copy(tensor, stream.has_value());
+  const auto run = [session = session.get(), name, result, device = tensor.device(), own, on_gpu = stream.has_value(),
+                    sent = sent_rows]() mutable {
+    auto mine = Announcement::of(text("alltoall", named(name), " of ", rows_of(own)));
+    mine.on_gpu = on_gpu;
+    const auto input = as_all_send(own, session->negotiate(mine));
     auto& received = result->received_splits;
     received.resize(sent.size());
     session->carry_out(Call::all_to_all(buffer_of(std::span(sent)), buffer_of(std::span(received))));
     const auto output = at::empty(with_rows(input, sum_of(received)), input.options());
     const auto row = elements_of_row(input);
     session->carry_out(with_name(
-        Call::all_to_all(buffer_of(input), buffer_of(output), counts_of(sent, row), counts_of(received, row)), name));
+        input, name,
+        Call::all_to_all(buffer_of(input), buffer_of(output), counts_of(sent, row), counts_of(received, row))));
     result->output = output.to(device);
   };
-  return {session->start(run), result};
+  return {session->start(stream, run, {own}, [result] { return Tensors{result->output}; }), result};
 }
 
 Tensor allgather(const Tensor& tensor, const std::string& name, const ProcessSet& set) {

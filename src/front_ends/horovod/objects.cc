@@ -25,6 +25,18 @@ std::string pickled(const c10::IValue& object) {
   return {bytes.begin(), bytes.end()};
 }
 
+// Where the optimizer's parameters are; nothing where they are on several devices. Root's state is on root's GPU.
+std::optional<at::Device> device_of(const torch::optim::Optimizer& optimizer) {
+  std::optional<at::Device> found;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) {
+      if (found && *found != parameter.device()) return std::nullopt;
+      found = parameter.device();
+    }
+  }
+  return found;
+}
+
 // In the process set.
 bool is_root(const ProcessSet& set, int root_rank) {
   return Session::current()->rank() == InProcessSet::root_of("", set, root_rank);
@@ -85,7 +97,7 @@ void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank
                       InProcessSet::root_of("broadcast_optimizer_state", set, root_rank)));
   if (is_root(set, root_rank)) return;
   optimizer.state().clear();  // load would keep entries that root lacks
-  torch::load(optimizer, shared);
+  torch::load(optimizer, shared, device_of(optimizer));
 }
 
 c10::IValue broadcast_object(const c10::IValue& object, int root_rank, const std::string& name, const ProcessSet& set) {

@@ -13,6 +13,7 @@
 
 #include "base/text.h"
 #include "data/stored_tensor.h"
+#include "front_ends/horovod/session.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "lockstep/horovod.h"
@@ -20,9 +21,15 @@
 
 namespace lockstep::horovod {
 
-// A copy in host memory, for the thread that carries operations out.
-inline Tensor own_on_host(const Tensor& tensor) {
-  return tensor.detach().to(at::kCPU).clone(at::MemoryFormat::Contiguous);
+// A contiguous copy for the thread that carries operations out: on the GPU, or in host memory.
+inline Tensor own_copy(const Tensor& tensor, bool on_gpu) {
+  const auto values = tensor.detach();
+  return (on_gpu ? values : values.to(at::kCPU)).clone(at::MemoryFormat::Contiguous);
+}
+
+// Returns what a rank sends that has `own`. It is in host memory where the tensors of some ranks are not on their GPUs.
+inline Tensor as_all_send(const Tensor& own, const std::vector<Announcement>& all) {
+  return are_on_gpus(all) ? own : own.to(at::kCPU);
 }
 
 inline void check_tensor(const char* caller, const Tensor& tensor) {
@@ -55,8 +62,9 @@ inline Counts counts_of(const std::vector<std::int64_t>& rows, std::int64_t elem
   return counts;
 }
 
-// A call whose tensors have a name in timelines, as horovod.torch's do.
-inline Call with_name(Call call, const std::string& name) {
+// A call for `sent` whose tensors have a name in timelines, as horovod.torch's do.
+inline Call with_name(const Tensor& sent, const std::string& name, Call call) {
+  call = on_stream_of(sent, std::move(call));
   if (!name.empty()) call.tensors = std::make_shared<std::string>(name);
   return call;
 }

@@ -27,8 +27,8 @@ ReduceOptions without_set(ReduceOptions options) {
 }
 
 // The contiguous copy of a tensor that is sent.
-Tensor prepared(const Tensor& tensor, const ReduceOptions& options) {
-  return scaled(own_on_host(tensor), options.prescale_factor).to(sent_type(tensor, options.compression));
+Tensor prepared(const Tensor& tensor, const ReduceOptions& options, bool on_gpu) {
+  return scaled(own_copy(tensor, on_gpu), options.prescale_factor).to(sent_type(tensor, options.compression));
 }
 
 Tensor finished(const Tensor& reduced, const Tensor& original, const ReduceOptions& options) {
@@ -66,19 +66,19 @@ struct Pack {
   Tensor sent;
 };
 
-std::vector<Pack> packs_of(const Tensors& tensors, const ReduceOptions& options) {
+std::vector<Pack> packs_of(const Tensors& tensors, const ReduceOptions& options, bool on_gpu) {
   std::map<at::ScalarType, std::vector<std::size_t>> by_dtype;
   std::vector<Pack> packs;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (options.op == Adasum) {  // which is of a tensor as a whole
-      packs.push_back({{i}, prepared(tensors[i], options).view({-1})});
+      packs.push_back({{i}, prepared(tensors[i], options, on_gpu).view({-1})});
     } else {
       by_dtype[sent_type(tensors[i], options.compression)].push_back(i);
     }
   }
   for (auto& [dtype, indices] : by_dtype) {
     Tensors parts;
-    for (const auto i : indices) parts.push_back(prepared(tensors[i], options).view({-1}));
+    for (const auto i : indices) parts.push_back(prepared(tensors[i], options, on_gpu).view({-1}));
     packs.push_back({std::move(indices), parts.size() == 1 ? parts[0] : at::cat(parts)});
   }
   return packs;
@@ -93,8 +93,10 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
   }
   auto results = std::make_shared<Tensors>(tensors);
   const at::NoGradGuard no_gradient;
-  const auto run = [session = session.get(), caller, tensors, options = without_set(options), in_place, results,
-                    packs = packs_of(tensors, options)] {
+  const auto stream = session->stream_for(tensors);
+  const auto packs = packs_of(tensors, options, stream.has_value());
+  const auto run = [session = session.get(), caller, tensors, options = without_set(options), in_place, results, packs,
+                    on_gpu = stream.has_value()] {
     const at::NoGradGuard without_gradient;
     for (const auto& pack : packs) {
       auto mine = Announcement::of(text_of(caller, tensors, options));
@@ -102,16 +104,17 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
       mine.dtype = ops::dtype_of(pack.sent.scalar_type());
       mine.op = reduce_op_of(options.op);
       mine.elements = pack.sent.numel();
-      session->negotiate(mine);
+      mine.on_gpu = on_gpu;
+      const auto sent = as_all_send(pack.sent, session->negotiate(mine));
       if (options.op == Adasum) {
-        adasum(*session, pack.sent);
+        adasum(*session, sent);
       } else {
-        session->carry_out(with_name(Call::all_reduce(buffer_of(pack.sent), mine.op), options.name));
+        session->carry_out(with_name(sent, options.name, Call::all_reduce(buffer_of(sent), mine.op)));
       }
       std::int64_t at = 0;
       for (const auto i : pack.tensors) {
         const auto& tensor = tensors[i];
-        const auto value = finished(pack.sent.narrow(0, at, tensor.numel()).view(tensor.sizes()), tensor, options);
+        const auto value = finished(sent.narrow(0, at, tensor.numel()).view(tensor.sizes()), tensor, options);
         if (in_place) {
           (*results)[i].detach().copy_(value);
         } else {
@@ -121,7 +124,9 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
       }
     }
   };
-  return {session->start(run), results};
+  auto used = tensors;
+  for (const auto& pack : packs) used.push_back(pack.sent);
+  return {session->start(stream, run, used, [results] { return *results; }), results};
 }
 
 Started start_reducescatter(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
@@ -132,9 +137,11 @@ Started start_reducescatter(const char* caller, const Tensors& tensors, const Re
   for (const auto& tensor : tensors) check_rows(caller, tensor);
   auto results = std::make_shared<Tensors>(tensors.size());
   const at::NoGradGuard no_gradient;
+  const auto stream = session->stream_for(tensors);
   Tensors inputs;
-  for (const auto& tensor : tensors) inputs.push_back(prepared(tensor, options));
-  const auto run = [session = session.get(), caller, tensors, options = without_set(options), results, inputs] {
+  for (const auto& tensor : tensors) inputs.push_back(prepared(tensor, options, stream.has_value()));
+  const auto run = [session = session.get(), caller, tensors, options = without_set(options), results, inputs,
+                    on_gpu = stream.has_value()] {
     const at::NoGradGuard without_gradient;
     const auto ranks = session->size();
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -142,17 +149,18 @@ Started start_reducescatter(const char* caller, const Tensors& tensors, const Re
       const auto rows = tensor.size(0);
       std::vector<std::int64_t> shares;
       for (int r = 0; r < ranks; ++r) shares.push_back(rows / ranks + (r < rows % ranks ? 1 : 0));
-      session->negotiate(Announcement::of(text_of(caller, tensors, options)));
+      auto mine = Announcement::of(text_of(caller, tensors, options));
+      mine.on_gpu = on_gpu;
+      const auto input = as_all_send(inputs[i], session->negotiate(mine));
       const auto output =
-          at::empty(with_rows(tensor, shares[static_cast<std::size_t>(session->rank())]), inputs[i].options());
-      session->carry_out(
-          with_name(Call::reduce_scatter(buffer_of(inputs[i]), buffer_of(output), reduce_op_of(options.op),
-                                         counts_of(shares, elements_of_row(tensor))),
-                    options.name));
+          at::empty(with_rows(tensor, shares[static_cast<std::size_t>(session->rank())]), input.options());
+      session->carry_out(with_name(input, options.name,
+                                   Call::reduce_scatter(buffer_of(input), buffer_of(output), reduce_op_of(options.op),
+                                                        counts_of(shares, elements_of_row(tensor)))));
       (*results)[i] = finished(output, tensor, options);
     }
   };
-  return {session->start(run), results};
+  return {session->start(stream, run, inputs, [results] { return *results; }), results};
 }
 
 void require_gradient(const char* caller, Op op) {
@@ -196,34 +204,41 @@ Handle<Tensor> start_sparse_allreduce(const Tensor& tensor, const ReduceOptions&
     throw InvalidArgument(text(kSparse, ": op is ", name_of(options.op), "; it must be Sum or Average"));
   const auto result = std::make_shared<Tensor>();
   const at::NoGradGuard no_gradient;
-  const auto indices = own_on_host(tensor._indices().t());
-  const auto values = prepared(tensor._values(), options);
+  const auto stream = session->stream_for({tensor});
+  const auto indices = own_copy(tensor._indices().t(), stream.has_value());
+  const auto values = prepared(tensor._values(), options, stream.has_value());
   const auto run = [session = session.get(), options = without_set(options), result, tensor = tensor.detach(), indices,
-                    values] {
+                    values, on_gpu = stream.has_value()] {
     const at::NoGradGuard without_gradient;
     auto mine = Announcement::of(text(kSparse, named(options.name), " (", name_of(options.op), ") of ",
                                       tensor.scalar_type(), " ", tensor.sizes(), ", ", tensor.sparse_dim(),
                                       " sparse dimensions, sent as ", values.scalar_type()));
     mine.own = values.size(0);
+    mine.on_gpu = on_gpu;
+    const auto all = session->negotiate(mine);
     std::vector<std::int64_t> entries;
-    for (const auto& theirs : session->negotiate(mine)) entries.push_back(theirs.own);
-    std::int64_t all = 0;
-    for (const auto count : entries) all += count;
-    const auto gather = [&](const Tensor& rows) {
-      const auto gathered = at::empty(with_rows(rows, all), rows.options());
+    std::int64_t entries_of_all = 0;
+    for (const auto& theirs : all) {
+      entries.push_back(theirs.own);
+      entries_of_all += theirs.own;
+    }
+    const auto gather = [&](const Tensor& own) {
+      const auto rows = as_all_send(own, all);
+      const auto gathered = at::empty(with_rows(rows, entries_of_all), rows.options());
       session->carry_out(
-          with_name(Call::all_gather(buffer_of(rows), buffer_of(gathered), counts_of(entries, elements_of_row(rows))),
-                    options.name));
+          with_name(rows, options.name,
+                    Call::all_gather(buffer_of(rows), buffer_of(gathered), counts_of(entries, elements_of_row(rows)))));
       return gathered;
     };
     const auto of_all = gather(indices).t();
     const auto sums = gather(values).to(tensor.scalar_type());
     const double divisor = options.op == Average ? session->size() : 1;
-    *result = at::sparse_coo_tensor(
+    *result = at::_sparse_coo_tensor_unsafe(  // checks no index again, for which the host would wait
                   of_all, scaled(sums.div(divisor).to(tensor.scalar_type()), options.postscale_factor), tensor.sizes())
                   .to(tensor.device());
   };
-  return {session->start(run), result};
+  const auto tensors_of_result = [result] { return Tensors{result->_indices(), result->_values()}; };
+  return {session->start(stream, run, {indices, values}, tensors_of_result), result};
 }
 
 }  // namespace

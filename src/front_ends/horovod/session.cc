@@ -1,10 +1,15 @@
 #include "front_ends/horovod/session.h"
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+
 #include <algorithm>
 
 #include "base/hash.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "lockstep/gradient/tensor_collectives.h"
+#include "ops/tensors.h"
 
 namespace lockstep::horovod {
 namespace {
@@ -65,6 +70,10 @@ Announcement Announcement::of(const std::string& call) {
   return announcement;
 }
 
+bool are_on_gpus(const std::vector<Announcement>& all) {
+  return std::ranges::all_of(all, [](const Announcement& announcement) { return announcement.on_gpu; });
+}
+
 Session::Session(Position position, Communicator ranks)
     : position_(std::move(position)), ranks_(std::move(ranks)), last_active_(size() - 1) {}
 
@@ -91,19 +100,49 @@ void Session::set(std::shared_ptr<Session> session) {
 Session::Use::Use(std::shared_ptr<Session> session) : before_(std::exchange(of_thread, std::move(session))) {}
 Session::Use::~Use() { of_thread = before_; }
 
-Work Session::start(std::function<void()> task) {
-  return thread_.add([&] {
-    return [this, task = std::move(task)] {
-      try {
-        task();
-      } catch (const InvalidArgument&) {
-        throw;  // thrown on all ranks, so nobody waits
-      } catch (const std::exception& error) {
-        group().abort(text("rank ", rank(), ": ", error.what()));
-        throw;
-      }
-    };
-  });
+Work Session::start(const std::optional<c10::Stream>& stream, std::function<void()> task,
+                    const std::vector<Tensor>& used, std::function<std::vector<Tensor>()> results) {
+  const auto run = [this, task = std::move(task)] {
+    try {
+      task();
+    } catch (const InvalidArgument&) {
+      throw;  // thrown on all ranks, so nobody waits
+    } catch (const std::exception& error) {
+      group().abort(text("rank ", rank(), ": ", error.what()));
+      throw;
+    }
+  };
+  return add_on_stream(thread_, stream, run, used, std::move(results));
+}
+
+std::optional<c10::Stream> Session::stream_for(const std::vector<Tensor>& tensors) {
+  if (tensors.empty() || !tensors[0].is_cuda()) return std::nullopt;
+  const auto device = tensors[0].device();
+  if (!std::ranges::all_of(tensors, [&](const Tensor& tensor) { return tensor.device() == device; })) {
+    return std::nullopt;
+  }
+  MutexLock lock(mutex_);
+  if (!stream_) stream_ = stream_of_pool(device);
+  return stream_->device() == device ? stream_ : std::nullopt;
+}
+
+std::optional<c10::Stream> Session::stream() {
+  MutexLock lock(mutex_);
+  return stream_;
+}
+
+void Session::synchronize() {
+  std::vector<Communicator> all{ranks_};
+  std::vector<std::shared_ptr<Session>> sets;
+  {
+    MutexLock lock(mutex_);
+    for (const auto& [number, optimizer] : optimizers_) all.push_back(optimizer.ranks);
+    for (const auto& set : sets_) sets.push_back(set.lock());
+  }
+  for (const auto& ranks : all) ranks.group().synchronize(ranks.deadline());
+  for (const auto& set : sets) {
+    if (set) set->synchronize();
+  }
 }
 
 std::vector<Announcement> Session::negotiate(const Announcement& mine) {
@@ -144,47 +183,57 @@ std::shared_ptr<Session> Session::among(const std::vector<int>& ranks, const std
     negotiate(Announcement::of(what));
     made = group().split(std::ranges::binary_search(ranks, rank()) ? 0 : -1, rank(), deadline());
   });
-  return made ? std::make_shared<Session>(position_, ranks_.with_group(*made)) : nullptr;
+  if (!made) return nullptr;
+  auto set = std::make_shared<Session>(position_, ranks_.with_group(*made));
+  MutexLock lock(mutex_);
+  std::erase_if(sets_, [](const auto& other) { return other.expired(); });
+  sets_.push_back(set);
+  return set;
 }
 
 int Session::join() {
   int last = 0;
-  run([&] {
+  const auto on_gpu = stream();
+  const auto take_part = [&] {
     auto mine = Announcement::of("join");
     mine.kind = Announcement::Kind::joined;
+    mine.on_gpu = on_gpu.has_value();
     std::vector<Work> started;
     while (true) {
       const auto all = exchange(mine);
       const auto active = std::find_if_not(all.begin(), all.end(), is_joined);
       if (active == all.end()) break;
-      if (problem_of(all).empty()) answer(*active, started);
+      if (problem_of(all).empty()) answer(*active, are_on_gpus(all), started);
     }
     for (const auto& work : started) work.wait();
     last = std::exchange(last_active_, size() - 1);
-  });
+  };
+  start(on_gpu, take_part).wait();
   return last;
 }
 
-void Session::answer(const Announcement& theirs, std::vector<Work>& started) {
+void Session::answer(const Announcement& theirs, bool on_gpu, std::vector<Work>& started) {
   if (theirs.kind == Announcement::Kind::reduction) {
-    std::vector<std::byte> zeros(static_cast<std::size_t>(theirs.elements) * size_of(theirs.dtype));
-    carry_out(Call::all_reduce({zeros.data(), static_cast<std::size_t>(theirs.elements), theirs.dtype}, theirs.op));
+    const auto device = on_gpu ? stream()->device() : at::Device(at::kCPU);
+    const auto zeros =
+        at::zeros({theirs.elements}, at::TensorOptions(ops::scalar_type_of(theirs.dtype)).device(device));
+    carry_out(on_stream_of(zeros, Call::all_reduce(buffer_of(zeros), theirs.op)));
     return;
   }
   ShadowAllReduce all_reduce;
   {
     MutexLock lock(mutex_);
     const auto found = optimizers_.find(theirs.optimizer);
-    if (found != optimizers_.end()) all_reduce = found->second;
+    if (found != optimizers_.end()) all_reduce = found->second.all_reduce;
   }
   if (!all_reduce)
     throw Error(text("rank ", rank(), " has joined and has no more the optimizer of ", theirs.text.data()));
   started.push_back(all_reduce());
 }
 
-std::int64_t Session::add_optimizer(ShadowAllReduce all_reduce) {
+std::int64_t Session::add_optimizer(ShadowAllReduce all_reduce, const Communicator& ranks) {
   MutexLock lock(mutex_);
-  optimizers_.emplace(next_optimizer_, std::move(all_reduce));
+  optimizers_.emplace(next_optimizer_, OptimizerOfRanks{std::move(all_reduce), ranks});
   return next_optimizer_++;
 }
 
