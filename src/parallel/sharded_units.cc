@@ -139,7 +139,8 @@ void ShardedUnits::add(const torch::nn::Module& module, const std::string& name,
   const auto precision = precision_of(at::kFloat);
   ranks_.check_all_agree(
       text("parameters of fully_shard's unit \"", name, "\""),
-      text(describe(parameters), "param_dtype ", precision.gathered, ", reduce_dtype ", precision.summed));
+      text(describe(parameters), "param_dtype ", precision.gathered, ", reduce_dtype ", precision.summed, ", ",
+           parameters.empty() ? "" : c10::DeviceTypeName(parameters[0].second.device().type(), /*lower_case=*/true)));
   for (const auto& [parameter, tensor] : parameters) {
     for_each_flat_shard([&, &wanted = parameter](const FlatShard& flat) {
       if (std::find(flat.names().begin(), flat.names().end(), wanted) == flat.names().end()) return;
