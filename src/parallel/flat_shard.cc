@@ -172,7 +172,7 @@ void FlatShard::set_values(const std::vector<Tensor>& values) {
     piece(whole, layout_.places()[i].begin, values[i].sizes()).copy_(values[i].detach());
   }
   run(Call::scatter(buffer_of(whole), buffer_of(part), 0), part, ranks_, values_);
-  run(Call::broadcast(buffer_of(part), 0), part, replicas_, values_);
+  if (replicas_.size() > 1) run(Call::broadcast(buffer_of(part), 0), part, replicas_, values_);
 }
 
 // On a GPU a gather is enqueued in the order of the current stream, and so is all that this object does with the

@@ -351,6 +351,16 @@ int cudaEventSynchronize(cudaEvent_t event) {
   });
 }
 
+int cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+  return with_event(begin, [&](Event& first) {
+    return with_event(end, [&](Event& last) {
+      if (!first.has_come() || !last.has_come()) return fail(kNotReady);
+      *milliseconds = std::chrono::duration<float, std::milli>(last.when() - first.when()).count();
+      return kSuccess;
+    });
+  });
+}
+
 const char* cudaGetErrorString(int error) {
   const auto* const found = find_error(error);
   return found == nullptr ? "unrecognized error code" : found->words;
