@@ -108,6 +108,41 @@ TEST_F(ParallelOnGpus, PipelinesOfDividedStagesTrainAsOnCpus) {
       4, [&](const Communicator& ranks, at::Device device) { return train_pipeline(staging, 2, ranks, device); });
 }
 
+// Keeps the sizes of its input.
+struct ScaleAllImpl : torch::nn::Module {
+  ScaleAllImpl() : weight(register_parameter("weight", torch::full({1}, 0.9, torch::kDouble))) {}
+  Tensor forward(const Tensor& x) { return (x * weight).sin(); }
+  Tensor weight;
+};
+TORCH_MODULE(ScaleAll);
+
+// As NCCL's, such sends end only when they are received: the sockets of the simulated NCCL cannot hold them.
+TEST_F(ParallelOnGpus, SendsThatWaitForTheirReceiversHoldBackNothing) {
+  constexpr std::int64_t kElements = 1'500'000;  // 12 MB
+  for (const auto& staging :
+       {Staging{schedules::one_forward_one_backward, 3, 3, 4}, Staging{schedules::interleaved, 2, 4, 2}}) {
+    SCOPED_TRACE(testing::Message() << staging.ranks << " ranks, " << staging.stages << " stages");
+    expect_as_on_cpus(staging.ranks, [&](const Communicator& ranks, at::Device device) {
+      std::vector<PipelineStage> stages;
+      for (int i = 0; i < staging.stages; ++i) {
+        stages.emplace_back([&] {
+          ScaleAll stage;
+          stage->to(device);
+          return stage;
+        });
+      }
+      Pipeline pipeline(stages, ranks, {.schedule = staging.schedule, .microbatches = staging.microbatches});
+      const auto x = at::arange(staging.microbatches, at::TensorOptions(device).dtype(at::kDouble));
+      pipeline.forward_backward(x.unsqueeze(1).expand({-1, kElements}).contiguous(),
+                                [](const Tensor& y, std::int64_t, std::int64_t) { return y.mean(); });
+      Values values;
+      for (const auto& [stage, module] : pipeline.modules())
+        values[std::to_string(stage)] = module->parameters()[0].grad();
+      return values;
+    });
+  }
+}
+
 // A stage that fails tells the ranks that wait for its messages.
 TEST_F(ParallelOnGpus, AStageThatFailsEndsTheStepOnAllRanks) {
   std::vector<std::string> said(3);

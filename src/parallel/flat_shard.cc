@@ -57,6 +57,15 @@ class CountWrites final : public ops::ParameterHook {
   const std::shared_ptr<std::atomic<std::int64_t>> writes_;
 };
 
+// Waits for what may have failed.
+void settle(std::optional<Work>& work) {
+  try {
+    if (work) work->wait();
+  } catch (const std::exception&) {  // which the training has seen, or will
+  }
+  work.reset();
+}
+
 struct KnownShard {
   Communicator ranks;
   std::shared_ptr<const PartialParameter> of;
@@ -120,6 +129,7 @@ void FlatShard::count_writes(const std::shared_ptr<std::atomic<std::int64_t>>& w
 // The Group may be writing still, and the module may outlive this.
 FlatShard::~FlatShard() {
   abandon_gather();
+  settle(summing_);
   storage_.set_data_ptr(c10::DataPtr(nullptr, device_));
 }
 
@@ -175,10 +185,10 @@ void FlatShard::set_values(const std::vector<Tensor>& values) {
   if (replicas_.size() > 1) run(Call::broadcast(buffer_of(part), 0), part, replicas_, values_);
 }
 
-// On a GPU a gather is enqueued in the order of the current stream, and so is all that this object does with the
-// gather's memory. Work::wait has the stream wait, also for a gather that failed, before the memory is given up.
-// LibTorch's allocator gives such memory to the stream's later work alone. So nothing gets the memory that is still
-// read or written, though the host runs ahead.
+// On a GPU gathers and sums are enqueued in the order of the current stream, and so is all that this object does with
+// their memory. Work::wait has the stream wait, also for a call that failed, before the memory is given up. LibTorch's
+// allocator gives such memory to the stream's later work alone. So nothing gets memory that is still read or written,
+// though the host runs ahead.
 void FlatShard::prepare_gather() {
   const at::NoGradGuard no_gradient;
   gathered_version_ = version();
@@ -237,11 +247,7 @@ void FlatShard::release() {
 }
 
 void FlatShard::abandon_gather() {
-  try {
-    if (gathering_) gathering_->wait();
-  } catch (const std::exception&) {  // which the training has seen, or will
-  }
-  gathering_.reset();
+  settle(gathering_);
   if (!is_gathered_) whole_ = Tensor();
 }
 
@@ -275,12 +281,13 @@ void FlatShard::take_gradient(std::size_t i, double factor) {
 }
 
 void FlatShard::forget_gradients() {
+  settle(summing_);
   for (const auto& parameter : parameters_) parameter.mutable_grad().reset();  // left by a backward that broke off
   gradients_ = sums_ = Tensor();
   taken_.assign(taken_.size(), false);
 }
 
-void FlatShard::reduce_gradients() {
+void FlatShard::start_sums() {
   const at::NoGradGuard no_gradient;
   if (!gradients_.defined()) gradients_ = whole_flat(precision_.summed, device_);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -290,9 +297,25 @@ void FlatShard::reduce_gradients() {
   const bool accumulates = std::ranges::any_of(shards_, [](const auto& shard) { return shard.grad().defined(); });
   if (device_.is_cpu() && !memory_for_sums_.defined()) memory_for_sums_ = exact(part_, precision_.summed);
   sums_ = device_.is_cpu() && !accumulates ? memory_for_sums_ : at::empty({part_}, gradients_.options());
-  run(Call::reduce_scatter(buffer_of(gradients_), buffer_of(sums_), ReduceOp::sum), sums_, ranks_, sum_);
-  if (replicas_.size() > 1) run(Call::all_reduce(buffer_of(sums_), ReduceOp::sum), sums_, replicas_, sum_);
+  auto call = on_stream_of(sums_, Call::reduce_scatter(buffer_of(gradients_), buffer_of(sums_), ReduceOp::sum));
+  if (device_.is_cpu()) {  // whose cores compute the sums
+    run(std::move(call), sums_, ranks_, sum_);
+    sum_over_replicas();
+  } else {
+    call.purpose = sum_;
+    summing_ = ranks_.group().start(std::move(call), ranks_.deadline());
+  }
+}
+
+void FlatShard::finish_sums() {
+  if (!summing_) return;
+  std::exchange(summing_, std::nullopt)->wait();
+  sum_over_replicas();
+}
+
+void FlatShard::sum_over_replicas() {
   gradients_ = Tensor();
+  if (replicas_.size() > 1) run(Call::all_reduce(buffer_of(sums_), ReduceOp::sum), sums_, replicas_, sum_);
 }
 
 void FlatShard::set_gradients(const std::vector<bool>& taken_by_any) {

@@ -81,16 +81,18 @@ class FlatShard {
   bool has_taken(std::size_t i) const { return taken_[i]; }
   void forget_gradients();
 
-  // Collective: sums the gradients that ranks and replicas took. Where one took none it counts as zero.
-  void reduce_gradients();
+  // Collective: sums the gradients that ranks and replicas took. Where one took none it counts as zero. On a GPU the
+  // sums go on beside later operators, until finish_sums.
+  void start_sums();
+  void finish_sums();
 
-  // Adds the sums to the gradients of shards, but for parameters that no rank took a gradient of. After
-  // reduce_gradients.
+  // Adds the sums to the gradients of shards, but for parameters that no rank took a gradient of. After finish_sums.
   void set_gradients(const std::vector<bool>& taken_by_any);
 
  private:
   void run(Call call, const Tensor& tensor, const Communicator& among, Purpose purpose) const;
   void prepare_gather();
+  void sum_over_replicas();
   void bind();
   Tensor own_piece(const Tensor& part, std::size_t i) const;  // parameter i's shard, of this rank's part
   Tensor whole_flat(at::ScalarType dtype, at::Device device) const;
@@ -109,7 +111,7 @@ class FlatShard {
   Tensor own_;  // this rank's part
   std::vector<Tensor> shards_;
   c10::Storage storage_;  // the parameters', which has memory while it is gathered
-  Tensor sent_, whole_;  // this rank's part, and all parts, in the precision in which they are gathered; on device_
+  Tensor sent_, whole_;   // this rank's part, and all parts, in the precision in which they are gathered; on device_
   std::optional<Work> gathering_;
   bool is_gathered_ = false;
   std::int64_t gathered_version_ = 0;                  // of the shards
@@ -118,6 +120,7 @@ class FlatShard {
   Tensor gradients_;                                   // of all parameters, until they are reduced
   Tensor memory_for_sums_, sums_;  // of this rank's part, in the precision of the sums, on device_; the memory is kept
                                    // in host memory alone
+  std::optional<Work> summing_;
   std::vector<bool> taken_;
 };
 

@@ -247,6 +247,8 @@ struct Pipeline::State {
     });
   }
 
+  const std::vector<PipelineTimes::Span>& spans() { return times.spans(ranks.deadline()); }
+
   std::vector<PipelineStage> stages;
   const Communicator ranks;
   Communicator ranks_for_losses, ranks_for_outputs, ranks_for_costs;  // the same ranks
@@ -367,7 +369,7 @@ std::vector<PipelineCosts> Pipeline::measured_costs() const {
   constexpr std::size_t kKinds = 4;
   const auto& actions = state_->timed_actions;
   std::map<std::pair<int, PipelineAction::Kind>, std::vector<double>> seconds;
-  const auto& times = state_->times.spans();
+  const auto& times = state_->spans();
   for (std::size_t i = 0; i < times.size(); ++i) {
     seconds[{actions[i].stage, actions[i].kind}].push_back(times[i].end - times[i].begin);
   }
@@ -387,13 +389,12 @@ std::vector<PipelineCosts> Pipeline::measured_costs() const {
 
 void Pipeline::write_timeline(const std::string& path) const {
   const std::chrono::duration<double> began = state_->step_began - state_->zero;
-  const auto events =
-      timeline_events(state_->timed_actions, state_->times.spans(), state_->ranks.rank(), began.count());
+  const auto events = timeline_events(state_->timed_actions, state_->spans(), state_->ranks.rank(), began.count());
   const auto all = state_->ranks.all_gather(events);
   state_->ranks.run_on_rank_0([&] { write_events(path, all); });
 }
 
 const PipelineSchedule& Pipeline::schedule() const { return state_->schedule; }
-const std::vector<PipelineTimes::Span>& Pipeline::last_times() const { return state_->times.spans(); }
+const std::vector<PipelineTimes::Span>& Pipeline::last_times() const { return state_->spans(); }
 
 }  // namespace lockstep

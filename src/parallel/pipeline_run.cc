@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "collective/gpus/cuda.h"
 #include "lockstep/base/error.h"
 #include "parallel/mesh_backend.h"
 
@@ -48,8 +49,10 @@ double ActionTimes::seconds(std::size_t mark) const {
   return std::chrono::duration<double>(of_host_[mark] - of_host_[0]).count();
 }
 
-const std::vector<PipelineTimes::Span>& ActionTimes::spans() {
-  if (!of_gpu_.empty()) of_gpu_.back().synchronize();
+const std::vector<PipelineTimes::Span>& ActionTimes::spans(Deadline deadline) {
+  const auto is_done = [&] { return of_gpu_.empty() || of_gpu_.back().query(); };
+  if (!collective::gpus::wait_until(is_done, deadline))
+    throw DeadlineExceeded("a GPU's step of a pipeline, for its times", deadline.waited());
   const auto marks = std::max(of_host_.size(), of_gpu_.size());
   for (auto begin = 2 * spans_.size() + 1; begin + 1 < marks; begin += 2)
     spans_.push_back({seconds(begin), seconds(begin + 1)});

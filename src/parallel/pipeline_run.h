@@ -32,8 +32,8 @@ class ActionTimes {
   // To be called where each action begins, and where it ends.
   void mark();
 
-  // Of the actions of the last step, from its begin. Waits for the GPU.
-  const std::vector<PipelineTimes::Span>& spans();
+  // Returns the times of the last step's actions, from its begin. Waits for the GPU. Throws DeadlineExceeded.
+  const std::vector<PipelineTimes::Span>& spans(Deadline deadline);
 
  private:
   double seconds(std::size_t mark) const;
