@@ -81,7 +81,9 @@ Values train_sharded(const Sharding& sharding, const Communicator& ranks, at::De
     adamw.step();
   };
   step();
-  const bool goes_to_host = options.cpu_offload && device.is_cuda();
+  const bool reaches =
+      !device.is_cuda() || ranks.group().reaches({MemoryDevice::Type::cuda, device.index()}, ranks.deadline());
+  const bool goes_to_host = !reaches || (options.cpu_offload && device.is_cuda());
   if (goes_to_host) {
     for (int i = 1; i < kParallelSteps; ++i) step();
   } else {
@@ -112,6 +114,12 @@ TEST_F(ParallelOnGpus, FullyShardTrainsAsOnCpus) {
       return train_sharded(sharding, ranks, device);
     });
   }
+}
+
+TEST_F(ParallelOnGpus, FullyShardGoesThroughHostMemoryWhereItMust) {
+  expect_through_host(3, [&](const Communicator& ranks, at::Device device) {
+    return train_sharded({.ranks = 3, .options = {.prefetch = true}}, ranks, device);
+  });
 }
 
 TEST_F(ParallelOnGpus, FullyShardIn16BitsTrainsAsOnCpus) {

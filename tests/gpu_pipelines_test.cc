@@ -116,6 +116,26 @@ struct ScaleAllImpl : torch::nn::Module {
 };
 TORCH_MODULE(ScaleAll);
 
+// Gradients of a pipeline whose messages have `elements` elements.
+Values gradients_of_scales(const Staging& staging, std::int64_t elements, const Communicator& ranks,
+                           at::Device device) {
+  std::vector<PipelineStage> stages;
+  for (int i = 0; i < staging.stages; ++i) {
+    stages.emplace_back([&] {
+      ScaleAll stage;
+      stage->to(device);
+      return stage;
+    });
+  }
+  Pipeline pipeline(stages, ranks, {.schedule = staging.schedule, .microbatches = staging.microbatches});
+  const auto x = at::arange(staging.microbatches, at::TensorOptions(device).dtype(at::kDouble));
+  pipeline.forward_backward(x.unsqueeze(1).expand({-1, elements}).contiguous(),
+                            [](const Tensor& y, std::int64_t, std::int64_t) { return y.mean(); });
+  Values values;
+  for (const auto& [stage, module] : pipeline.modules()) values[std::to_string(stage)] = module->parameters()[0].grad();
+  return values;
+}
+
 // As NCCL's, such sends end only when they are received: the sockets of the simulated NCCL cannot hold them.
 TEST_F(ParallelOnGpus, SendsThatWaitForTheirReceiversHoldBackNothing) {
   constexpr std::int64_t kElements = 1'500'000;  // 12 MB
@@ -123,24 +143,16 @@ TEST_F(ParallelOnGpus, SendsThatWaitForTheirReceiversHoldBackNothing) {
        {Staging{schedules::one_forward_one_backward, 3, 3, 4}, Staging{schedules::interleaved, 2, 4, 2}}) {
     SCOPED_TRACE(testing::Message() << staging.ranks << " ranks, " << staging.stages << " stages");
     expect_as_on_cpus(staging.ranks, [&](const Communicator& ranks, at::Device device) {
-      std::vector<PipelineStage> stages;
-      for (int i = 0; i < staging.stages; ++i) {
-        stages.emplace_back([&] {
-          ScaleAll stage;
-          stage->to(device);
-          return stage;
-        });
-      }
-      Pipeline pipeline(stages, ranks, {.schedule = staging.schedule, .microbatches = staging.microbatches});
-      const auto x = at::arange(staging.microbatches, at::TensorOptions(device).dtype(at::kDouble));
-      pipeline.forward_backward(x.unsqueeze(1).expand({-1, kElements}).contiguous(),
-                                [](const Tensor& y, std::int64_t, std::int64_t) { return y.mean(); });
-      Values values;
-      for (const auto& [stage, module] : pipeline.modules())
-        values[std::to_string(stage)] = module->parameters()[0].grad();
-      return values;
+      return gradients_of_scales(staging, kElements, ranks, device);
     });
   }
+}
+
+TEST_F(ParallelOnGpus, PipelinesGoThroughHostMemoryWhereTheyMust) {
+  const Staging staging{schedules::interleaved, 3, 6, 6};
+  expect_through_host(3, [&](const Communicator& ranks, at::Device device) {
+    return gradients_of_scales(staging, 100, ranks, device);
+  });
 }
 
 // A stage that fails tells the ranks that wait for its messages.

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <lockstep/collective/group_wrappers.h>
 #include <lockstep/parallel.h>
 
 #include <functional>
@@ -38,17 +39,29 @@ inline Values values_on(int ranks, at::DeviceType type, const TrainOn& train) {
   return all;
 }
 
-inline void expect_as_on_cpus(int ranks, const TrainOn& train, double tolerance = kSame) {
-  const auto expected = values_on(ranks, at::kCPU, train);
-  const auto calls = simulated_nccl_calls();
-  const auto values = values_on(ranks, at::kCUDA, train);
-  EXPECT_GT(simulated_nccl_calls(), calls);
+inline void expect_equal(const Values& values, const Values& expected) {
   EXPECT_GT(expected.size(), 0);
   EXPECT_EQ(values.size(), expected.size());
   for (const auto& [name, value] : expected) {
     ASSERT_TRUE(values.contains(name)) << name;
-    EXPECT_LT((values.at(name) - value).abs().max().item<double>(), tolerance) << name;
+    EXPECT_LT((values.at(name) - value).abs().max().item<double>(), kSame) << name;
   }
+}
+
+inline void expect_as_on_cpus(int ranks, const TrainOn& train) {
+  const auto calls = simulated_nccl_calls();
+  expect_equal(values_on(ranks, at::kCUDA, train), values_on(ranks, at::kCPU, train));
+  EXPECT_GT(simulated_nccl_calls(), calls);
+}
+
+// As expect_as_on_cpus, for GPUs whose Groups do not use NCCL.
+inline void expect_through_host(int ranks, const TrainOn& train) {
+  const auto calls = simulated_nccl_calls();
+  const auto values = values_on(ranks, at::kCUDA, [&](const Communicator& of, at::Device device) {
+    return train(Communicator(with_gpus(of.group(), "host"), 60), device);
+  });
+  expect_equal(values, values_on(ranks, at::kCPU, train));
+  EXPECT_EQ(simulated_nccl_calls(), calls);
 }
 
 // Calls `act` on all ranks, and expects that all together copy `to_host` tensors to the host. Numbers that the host
