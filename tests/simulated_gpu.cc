@@ -165,7 +165,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const c10::DeviceGuard guard(c10::Device(c10::kCUDA, device));
     check(cudaDeviceSynchronize());
   }
-
   c10::Stream getStream(c10::Device device) const override { return current_stream(device); }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(nullptr, device); }
   c10::Stream getNewStream(c10::Device device, int priority) const override {
@@ -190,7 +189,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     if (memory.get() != nullptr) DeviceAllocator::get().add_user(memory.get(), stream);
   }
-
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     const c10::DeviceGuard guard(stream.device());
     if (*event == nullptr) check(cudaEventCreateWithFlags(event, 0));
@@ -203,6 +201,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override { return event == nullptr || is_done(cudaEventQuery(event)); }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) check(cudaEventSynchronize(event));
+  }
+  double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, begin, end));
+    return milliseconds;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     if (event != nullptr) cudaEventDestroy(event);

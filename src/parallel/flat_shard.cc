@@ -57,6 +57,15 @@ class CountWrites final : public ops::ParameterHook {
   const std::shared_ptr<std::atomic<std::int64_t>> writes_;
 };
 
+// Waits for what may have failed.
+void settle(std::optional<Work>& work) {
+  try {
+    if (work) work->wait();
+  } catch (const std::exception&) {  // which the training has seen, or will
+  }
+  work.reset();
+}
+
 struct KnownShard {
   Communicator ranks;
   std::shared_ptr<const PartialParameter> of;
@@ -96,9 +105,10 @@ void FlatShard::name_purposes(const std::string& of) {
   sum_ = Purpose("the gradients of " + of);
 }
 
-void FlatShard::run(Call call, const Communicator& among, Purpose purpose) const {
+// Runs a call whose buffers are of tensors on the device of `tensor`.
+void FlatShard::run(Call call, const Tensor& tensor, const Communicator& among, Purpose purpose) const {
   call.purpose = purpose;
-  among.group().run(call, among.deadline());
+  among.group().run(on_stream_of(tensor, std::move(call)), among.deadline());
 }
 
 // A number that changes with every operator that writes a shard.
@@ -119,21 +129,12 @@ void FlatShard::count_writes(const std::shared_ptr<std::atomic<std::int64_t>>& w
 // The Group may be writing still, and the module may outlive this.
 FlatShard::~FlatShard() {
   abandon_gather();
+  settle(summing_);
   storage_.set_data_ptr(c10::DataPtr(nullptr, device_));
 }
 
 Tensor FlatShard::whole_flat(at::ScalarType dtype, at::Device device) const {
   return at::empty({layout_.numel()}, at::device(device).dtype(dtype));
-}
-
-// Makes host memory from and to which the parameters' device copies fast.
-Tensor FlatShard::host_memory(std::int64_t elements, at::ScalarType dtype) const {
-  return at::empty({elements}, at::TensorOptions(dtype).pinned_memory(device_.is_cuda()));
-}
-
-// Itself, where it is there.
-Tensor FlatShard::on_host(const Tensor& flat) const {
-  return flat.is_cpu() ? flat : host_memory(flat.numel(), flat.scalar_type()).copy_(flat);
 }
 
 Tensor FlatShard::own_piece(const Tensor& part, std::size_t i) const {
@@ -175,28 +176,30 @@ void FlatShard::bind() {
 
 void FlatShard::set_values(const std::vector<Tensor>& values) {
   const at::NoGradGuard no_gradient;
-  const auto whole = whole_flat(dtype_, at::kCPU), part = on_host(own());
-  if (ranks_.rank() == 0 && replicas_.rank() == 0) {
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      piece(whole, layout_.places()[i].begin, values[i].sizes()).copy_(values[i].detach());
-    }
+  const auto part = own();
+  const auto whole = ranks_.rank() == 0 ? whole_flat(dtype_, part.device()) : at::empty({0}, part.options());
+  for (std::size_t i = 0; ranks_.rank() == 0 && replicas_.rank() == 0 && i < parameters_.size(); ++i) {
+    piece(whole, layout_.places()[i].begin, values[i].sizes()).copy_(values[i].detach());
   }
-  run(Call::scatter(buffer_of(whole), buffer_of(part), 0), ranks_, values_);
-  run(Call::broadcast(buffer_of(part), 0), replicas_, values_);
-  own().copy_(part);
+  run(Call::scatter(buffer_of(whole), buffer_of(part), 0), part, ranks_, values_);
+  if (replicas_.size() > 1) run(Call::broadcast(buffer_of(part), 0), part, replicas_, values_);
 }
 
+// On a GPU gathers and sums are enqueued in the order of the current stream, and so is all that this object does with
+// their memory. Work::wait has the stream wait, also for a call that failed, before the memory is given up. LibTorch's
+// allocator gives such memory to the stream's later work alone. So nothing gets memory that is still read or written,
+// though the host runs ahead.
 void FlatShard::prepare_gather() {
   const at::NoGradGuard no_gradient;
   gathered_version_ = version();
-  sent_ = on_host(own().to(precision_.gathered));  // itself, where it is so
-  whole_ = host_memory(layout_.numel(), precision_.gathered);
+  sent_ = own().to(device_, precision_.gathered);  // itself, where it is so
+  whole_ = whole_flat(precision_.gathered, device_);
 }
 
 void FlatShard::start_gather() {
   if (is_gathered_ || gathering_) return;
   prepare_gather();
-  auto call = Call::all_gather(buffer_of(sent_), buffer_of(whole_));
+  auto call = on_stream_of(sent_, Call::all_gather(buffer_of(sent_), buffer_of(whole_)));
   call.purpose = gather_;
   gathering_ = ranks_.group().start(std::move(call), ranks_.deadline());
 }
@@ -214,20 +217,21 @@ void FlatShard::finish_gather() {
     std::exchange(gathering_, std::nullopt)->wait();
   } else {
     prepare_gather();
-    run(Call::all_gather(buffer_of(sent_), buffer_of(whole_)), ranks_, gather_);
+    run(Call::all_gather(buffer_of(sent_), buffer_of(whole_)), sent_, ranks_, gather_);
   }
   sent_ = Tensor();
-  whole_ = whole_.to(device_, /*non_blocking=*/true);
   storage_.set_data_ptr(c10::DataPtr(whole_.mutable_data_ptr(), device_));
   is_gathered_ = true;
 }
 
 std::vector<Tensor> FlatShard::gather_values() {
-  const auto whole = whole_flat(dtype_, at::kCPU), part = on_host(own());
-  run(Call::all_gather(buffer_of(part), buffer_of(whole)), ranks_, values_);
+  const auto part = own(), whole = whole_flat(dtype_, part.device());
+  run(Call::all_gather(buffer_of(part), buffer_of(whole)), part, ranks_, values_);
   std::vector<Tensor> values;
-  for (std::size_t i = 0; i < parameters_.size(); ++i)
-    values.push_back(piece(whole, layout_.places()[i].begin, parameters_[i].sizes()).clone());
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const auto value = piece(whole, layout_.places()[i].begin, parameters_[i].sizes());
+    values.push_back(value.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
+  }
   return values;
 }
 
@@ -243,11 +247,7 @@ void FlatShard::release() {
 }
 
 void FlatShard::abandon_gather() {
-  try {
-    if (gathering_) gathering_->wait();
-  } catch (const std::exception&) {  // which the training has seen, or will
-  }
-  gathering_.reset();
+  settle(gathering_);
   if (!is_gathered_) whole_ = Tensor();
 }
 
@@ -281,12 +281,13 @@ void FlatShard::take_gradient(std::size_t i, double factor) {
 }
 
 void FlatShard::forget_gradients() {
+  settle(summing_);
   for (const auto& parameter : parameters_) parameter.mutable_grad().reset();  // left by a backward that broke off
   gradients_ = sums_ = Tensor();
   taken_.assign(taken_.size(), false);
 }
 
-void FlatShard::reduce_gradients() {
+void FlatShard::start_sums() {
   const at::NoGradGuard no_gradient;
   if (!gradients_.defined()) gradients_ = whole_flat(precision_.summed, device_);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -294,13 +295,27 @@ void FlatShard::reduce_gradients() {
   }
   // Gradients of an earlier backward lie in the memory for sums.
   const bool accumulates = std::ranges::any_of(shards_, [](const auto& shard) { return shard.grad().defined(); });
-  if (!memory_for_sums_.defined())
-    memory_for_sums_ = own_.is_cpu() ? exact(part_, precision_.summed) : host_memory(part_, precision_.summed);
-  sums_ = accumulates ? at::empty_like(memory_for_sums_) : memory_for_sums_;
-  gradients_ = on_host(gradients_);
-  run(Call::reduce_scatter(buffer_of(gradients_), buffer_of(sums_), ReduceOp::sum), ranks_, sum_);
-  if (replicas_.size() > 1) run(Call::all_reduce(buffer_of(sums_), ReduceOp::sum), replicas_, sum_);
+  if (device_.is_cpu() && !memory_for_sums_.defined()) memory_for_sums_ = exact(part_, precision_.summed);
+  sums_ = device_.is_cpu() && !accumulates ? memory_for_sums_ : at::empty({part_}, gradients_.options());
+  auto call = on_stream_of(sums_, Call::reduce_scatter(buffer_of(gradients_), buffer_of(sums_), ReduceOp::sum));
+  if (device_.is_cpu()) {  // whose cores compute the sums
+    run(std::move(call), sums_, ranks_, sum_);
+    sum_over_replicas();
+  } else {
+    call.purpose = sum_;
+    summing_ = ranks_.group().start(std::move(call), ranks_.deadline());
+  }
+}
+
+void FlatShard::finish_sums() {
+  if (!summing_) return;
+  std::exchange(summing_, std::nullopt)->wait();
+  sum_over_replicas();
+}
+
+void FlatShard::sum_over_replicas() {
   gradients_ = Tensor();
+  if (replicas_.size() > 1) run(Call::all_reduce(buffer_of(sums_), ReduceOp::sum), sums_, replicas_, sum_);
 }
 
 void FlatShard::set_gradients(const std::vector<bool>& taken_by_any) {

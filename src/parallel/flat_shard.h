@@ -25,8 +25,8 @@ class FlatShard {
   };
 
   // Collective: takes rank 0's values, over replicas too, and frees the parameters' memory. Parameters are of one
-  // dtype, in which the shards stay, and on one device. Shards, and their gradients, are on `place`: that device, or
-  // the CPU.
+  // dtype, in which the shards stay, and on one device, where they are gathered and their gradients are summed. Shards,
+  // and their gradients, are on `place`: that device, or the CPU.
   FlatShard(std::vector<std::string> names, std::vector<Tensor> parameters, const Communicator& ranks,
             const Communicator& replicas, Precision precision, at::Device place);
   ~FlatShard();
@@ -81,21 +81,21 @@ class FlatShard {
   bool has_taken(std::size_t i) const { return taken_[i]; }
   void forget_gradients();
 
-  // Collective: sums the gradients that ranks and replicas took. Where one took none it counts as zero.
-  void reduce_gradients();
+  // Collective: sums the gradients that ranks and replicas took. Where one took none it counts as zero. On a GPU the
+  // sums go on beside later operators, until finish_sums.
+  void start_sums();
+  void finish_sums();
 
-  // Adds the sums to the gradients of shards, but for parameters that no rank took a gradient of. After
-  // reduce_gradients.
+  // Adds the sums to the gradients of shards, but for parameters that no rank took a gradient of. After finish_sums.
   void set_gradients(const std::vector<bool>& taken_by_any);
 
  private:
-  void run(Call call, const Communicator& among, Purpose purpose) const;
+  void run(Call call, const Tensor& tensor, const Communicator& among, Purpose purpose) const;
   void prepare_gather();
+  void sum_over_replicas();
   void bind();
   Tensor own_piece(const Tensor& part, std::size_t i) const;  // parameter i's shard, of this rank's part
   Tensor whole_flat(at::ScalarType dtype, at::Device device) const;
-  Tensor host_memory(std::int64_t elements, at::ScalarType dtype) const;
-  Tensor on_host(const Tensor& flat) const;
   const Tensor& own();
 
   const std::vector<std::string> names_;
@@ -111,15 +111,16 @@ class FlatShard {
   Tensor own_;  // this rank's part
   std::vector<Tensor> shards_;
   c10::Storage storage_;  // the parameters', which has memory while it is gathered
-  Tensor sent_, whole_;  // this rank's part, and all parts, in the precision in which they are gathered; in host memory
-                         // until they are
+  Tensor sent_, whole_;   // this rank's part, and all parts, in the precision in which they are gathered; on device_
   std::optional<Work> gathering_;
   bool is_gathered_ = false;
   std::int64_t gathered_version_ = 0;                  // of the shards
   std::shared_ptr<std::atomic<std::int64_t>> writes_;  // null: not counted
   Purpose values_, gather_, sum_;                      // of calls
   Tensor gradients_;                                   // of all parameters, until they are reduced
-  Tensor memory_for_sums_, sums_;  // of this rank's part, in the precision of the sums, in host memory
+  Tensor memory_for_sums_, sums_;  // of this rank's part, in the precision of the sums, on device_; the memory is kept
+                                   // in host memory alone
+  std::optional<Work> summing_;
   std::vector<bool> taken_;
 };
 

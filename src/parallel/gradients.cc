@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <span>
 #include <unordered_set>
 
@@ -27,19 +28,33 @@ Tensor& dense_gradient(const Tensor& parameter) {
   return gradient = (gradient.is_sparse() ? gradient.to_dense() : gradient).contiguous();
 }
 
-// Replaces each gradient, which is contiguous, by the sum over the ranks. They are sent together.
+// Replaces each gradient, which is contiguous, by the sum over the ranks. Those on one device are sent together.
 void sum_over(const Communicator& ranks, const std::vector<Tensor>& gradients, const Purpose& purpose) {
-  std::vector<Tensor> in_host;
-  std::vector<Call> calls;
+  std::map<c10::DeviceType, std::vector<Call>> calls;
   for (const auto& gradient : gradients) {
-    in_host.push_back(gradient.cpu());
-    calls.push_back(Call::all_reduce(buffer_of(in_host.back()), ReduceOp::sum));
-    calls.back().purpose = purpose;
+    auto call = on_stream_of(gradient, Call::all_reduce(buffer_of(gradient), ReduceOp::sum));
+    call.purpose = purpose;
+    calls[gradient.device().type()].push_back(std::move(call));
   }
-  ranks.group().run(calls, ranks.deadline());
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    if (!gradients[i].is_cpu()) gradients[i].copy_(in_host[i]);
-  }
+  for (const auto& [device, together] : calls) ranks.group().run(together, ranks.deadline());
+}
+
+double on_gpu(const Tensor& parameter) { return parameter.is_cuda() ? 1 : 0; }
+
+// `on_gpus`: the number of ranks that have the parameter on a GPU. The others would wait for calls on other devices.
+void check_on_gpus_alike(const Tensor& parameter, double on_gpus, const Communicator& ranks) {
+  if (on_gpus == 0 || on_gpus == ranks.size()) return;
+  throw InvalidArgument(text("a parameter of shape ", parameter.sizes(), " is on a GPU on ", on_gpus, " of ",
+                             ranks.size(), " ranks; it must be so on all of them, or on none"));
+}
+
+using NumbersByDevice = std::map<c10::DeviceIndex, std::vector<Tensor>>;
+
+// The host waits for each device once.
+double sum_of_squares(const NumbersByDevice& numbers) {
+  double sum = 0;
+  for (const auto& [device, of_device] : numbers) sum += at::stack(of_device).square().sum().item<double>();
+  return sum;
 }
 
 }  // namespace
@@ -57,12 +72,13 @@ void sum_gradients(const std::vector<Tensor>& parameters, const Communicator& ra
   for (const auto& parameter : unique(parameters)) {
     if (!parameter.requires_grad() || is_divided_among(parameter, ranks)) continue;
     shared.push_back(parameter);
-    there.push_back(parameter.grad().defined() ? 1 : 0);
+    there.insert(there.end(), {parameter.grad().defined() ? 1.0 : 0.0, on_gpu(parameter)});
   }
   ranks.with_purpose(kThere).sum(there);
   std::vector<Tensor> gradients;
   for (std::size_t i = 0; i < shared.size(); ++i) {
-    if (there[i] > 0) gradients.push_back(dense_gradient(shared[i]));
+    check_on_gpus_alike(shared[i], there[2 * i + 1], ranks);
+    if (there[2 * i] > 0) gradients.push_back(dense_gradient(shared[i]));
   }
   sum_over(ranks, gradients, kSums);
 }
@@ -71,7 +87,7 @@ double norm_of(const std::vector<std::pair<Tensor, Tensor>>& gradients, const Co
                const Communicator& stages) {
   struct Parts {
     Communicator ranks = {};  // that hold the other parts
-    double squares = 0;
+    NumbersByDevice norms = {};
   };
   std::vector<Parts> all(1);  // the first for parameters that are not divided
   for (const auto& [parameter, gradient] : gradients) {
@@ -84,11 +100,10 @@ double norm_of(const std::vector<std::pair<Tensor, Tensor>>& gradients, const Co
       parts = found != all.end() ? &*found : &all.emplace_back(Parts{partial->ranks()});
     }
     if (!gradient.defined()) continue;
-    const auto norm = gradient.norm(2, at::kDouble).item<double>();
-    parts->squares += norm * norm;
+    parts->norms[gradient.device().index()].push_back(gradient.norm(2, at::kDouble));
   }
   std::vector<double> squares;
-  for (const auto& parts : all) squares.push_back(parts.squares);
+  for (const auto& parts : all) squares.push_back(sum_of_squares(parts.norms));
   shards.sum(squares);
   double sum = 0;
   for (std::size_t i = 0; i < all.size(); ++i) {
@@ -176,15 +191,16 @@ void average_gradients(const std::vector<Tensor>& parameters, const Communicator
   for (const auto& parameter : parallel::unique(parameters)) {
     if (parameter.requires_grad()) averaged.push_back(parameter);
   }
-  // The examples, and how many ranks have each gradient.
+  // The examples, and for each parameter how many ranks have its gradient, and how many have it on a GPU.
   std::vector<double> counts{examples};
-  for (const auto& parameter : averaged) counts.push_back(parameter.grad().defined() ? 1 : 0);
+  for (const auto& parameter : averaged)
+    counts.insert(counts.end(), {parameter.grad().defined() ? 1.0 : 0.0, parallel::on_gpu(parameter)});
   const auto layers = weighed_layers(averaged, ranks);
   for (const auto& layer : layers) add_products(examples, layer->counted().value_or(0), counts);
   ranks.with_purpose(kCounts).sum(counts);
   const double total = counts[0];
   for (std::size_t i = 0; i < layers.size(); ++i)
-    check_proportional(*layers[i], examples, std::span(counts).subspan(averaged.size() + 1 + 3 * i, 3));
+    check_proportional(*layers[i], examples, std::span(counts).subspan(2 * averaged.size() + 1 + 3 * i, 3));
   std::vector<Tensor> gradients;
   for (std::size_t i = 0; i < averaged.size(); ++i) {
     const auto& parameter = averaged[i];
@@ -193,7 +209,8 @@ void average_gradients(const std::vector<Tensor>& parameters, const Communicator
       if (parameter.grad().defined()) parallel::dense_gradient(parameter).mul_(1.0 / ranks.size());
       continue;
     }
-    if (counts[i + 1] == 0) continue;
+    parallel::check_on_gpus_alike(parameter, counts[2 * i + 2], ranks);
+    if (counts[2 * i + 1] == 0) continue;
     auto& gradient = parallel::dense_gradient(parameter);
     if (examples == 0) {
       gradient.zero_();  // the mean over no examples is no number

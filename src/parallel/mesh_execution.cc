@@ -82,17 +82,19 @@ ComputedStep StagedExecution::compute_gradients(ReplicaContext& replica, const E
   const double scale = impl_.gradients->updater().loss_scale().value();
   const AddedLosses none(AddedLosses::Use::refused);
   std::array<double, 2> sums{};  // the losses, and what divides them
+  std::vector<Tensor> losses;    // on their device, so that the host waits for it once
   const auto loss_of = [&](const Tensor& computed, std::int64_t first, std::int64_t count) {
     const auto some = internal::rows_of(part, first, count);
     const auto output = impl_.policy.outputs(computed);
     const auto loss = impl_.compiled->loss.terms(some.y, output, some.weight);
     require_gradient(loss.sum);
-    sums[0] += loss.sum.item<double>();
+    losses.push_back(loss.sum.detach().to(at::kDouble));
     sums[1] += loss.divisor;
     if (impl_.topology.counts()) into.update(replica.local_replica_id(), some, output.detach());
     return loss.sum * scale;
   };
   stages_->forward_backward(part.x, loss_of);
+  if (!losses.empty()) sums[0] = at::stack(losses).sum().item<double>();
   stages_->workers().sum(sums);
   warn_without_attention(context.get());
   lap.add_to(spent.backward);

@@ -66,6 +66,7 @@ Tensor gather_rows(const Tensor& mine, const Communicator& ranks) {
 struct Routes {
   Tensor choices;  // [kept]: indices into the flat [top_k, tokens] choices, ordered by expert
   Tensor counts;   // [ranks, experts]: kept choices of each rank for each expert
+  Tensor counts_on_host;
   std::int64_t dropped = 0;
 };
 
@@ -78,36 +79,30 @@ Routes route(const Tensor& experts_of, const MoEOptions& options, const Communic
   const auto before = (by_choice.cumsum(0) - by_choice).view({top_k, ranks.size(), experts}).select(1, ranks.rank());
   const auto place = ((one_hot.cumsum(1) - 1 + before.unsqueeze(1)) * one_hot).sum(-1);  // [top_k, tokens]
   const auto total = all.sum();
-  auto capacity = total.item<std::int64_t>();
-  if (options.capacity_factor > 0) {
-    capacity = static_cast<std::int64_t>(
-        std::ceil(options.capacity_factor * static_cast<double>(capacity) / static_cast<double>(experts)));
-  }
-  const auto kept = (place < capacity).flatten().nonzero().squeeze(1);
-  const auto expert_of_kept = experts_of.flatten().index_select(0, kept);
-  const auto order = expert_of_kept.argsort(/*stable=*/true, 0);
-  const auto counts = gather_rows(at::bincount(expert_of_kept, {}, experts), ranks);
-  return {kept.index_select(0, order), counts, (total - counts.sum()).item<std::int64_t>()};
+  auto capacity = total;
+  if (options.capacity_factor > 0)
+    capacity = (options.capacity_factor * total.to(at::kDouble) / static_cast<double>(experts)).ceil().to(at::kLong);
+  const auto is_kept = place < capacity;
+  const auto counts = gather_rows((one_hot * is_kept.unsqueeze(-1)).flatten(0, 1).sum(0), ranks);
+  // The host must know how many rows go where, and waits for the device once.
+  const auto on_host = at::cat({counts.flatten(), total.unsqueeze(0)}).cpu();
+  const auto counts_on_host = on_host.narrow(0, 0, counts.numel()).view(counts.sizes());
+  const auto kept = counts_on_host.select(0, ranks.rank()).sum().item<std::int64_t>();
+  const auto by_expert = experts_of.masked_fill(is_kept.logical_not(), experts).flatten();  // those not kept come last
+  return {by_expert.argsort(/*stable=*/true, 0).narrow(0, 0, kept), counts, counts_on_host,
+          on_host[counts.numel()].item<std::int64_t>() - counts_on_host.sum().item<std::int64_t>()};
 }
 
-// Returns the order that puts rows by expert first. Received rows come by rank (0, 1, ...), each rank's by expert; row
-// i by expert is received row result[i]. counts [ranks, own experts].
-Tensor by_expert(const Tensor& counts) {
-  const auto ranks = counts.size(0), experts = counts.size(1);
-  const auto flat = counts.flatten();
-  const auto begins = (flat.cumsum(0) - flat).view({ranks, experts});
-  std::vector<Tensor> rows;
-  for (std::int64_t e = 0; e < experts; ++e) {
-    for (std::int64_t r = 0; r < ranks; ++r) {
-      const auto begin = begins[r][e].item<std::int64_t>();
-      rows.push_back(at::arange(begin, begin + counts[r][e].item<std::int64_t>(), at::kLong));
-    }
-  }
-  return at::cat(rows);
+// Returns the places of received rows when they are ordered by expert. They come by rank (0, 1, ...), each rank's by
+// expert; received row i becomes row result[i]. counts [ranks, own experts]; `rows` is their sum.
+Tensor places_by_expert(const Tensor& counts, std::int64_t rows) {
+  const auto begins = [](const Tensor& of) { return (of.flatten().cumsum(0) - of.flatten()).view(of.sizes()); };
+  const auto shifts = begins(counts.t()).t() - begins(counts);
+  return at::repeat_interleave(shifts.flatten(), counts.flatten(), 0, rows) + at::arange(rows, counts.options());
 }
 
 Numbers numbers(const Tensor& tensor) {
-  const auto flat = tensor.cpu().contiguous();
+  const auto flat = tensor.contiguous();
   return {flat.const_data_ptr<std::int64_t>(), flat.const_data_ptr<std::int64_t>() + flat.numel()};
 }
 
@@ -159,18 +154,20 @@ Tensor MoEImpl::forward(const Tensor& x) {
 
   // To the experts' ranks.
   const auto own = options_.experts / ranks_.size();
-  const auto sent = numbers(routes.counts.select(0, ranks_.rank()).view({ranks_.size(), own}).sum(1));
-  const auto for_own = routes.counts.narrow(1, ranks_.rank() * own, own);  // [ranks, own experts]
+  const auto& counts = routes.counts_on_host;
+  const auto sent = numbers(counts.select(0, ranks_.rank()).view({ranks_.size(), own}).sum(1));
+  const auto for_own = counts.narrow(1, ranks_.rank() * own, own);  // [ranks, own experts]
   const auto received = numbers(for_own.sum(1));
   const auto token_of = routes.choices.remainder(std::max<std::int64_t>(tokens.size(0), 1));
   auto rows = exchange_rows(tokens.index_select(0, token_of), sent, received, ranks_);
 
   // Through the experts.
-  const auto order = by_expert(for_own.cpu()).to(x.device());
-  const auto parts = rows.index_select(0, order).split_with_sizes(numbers(for_own.sum(0)));
+  const auto places = places_by_expert(routes.counts.narrow(1, ranks_.rank() * own, own), rows.size(0));
+  const auto ordered = at::empty_like(rows).index_copy(0, places, rows);
+  const auto parts = ordered.split_with_sizes(numbers(for_own.sum(0)));
   std::vector<Tensor> results;
   for (std::size_t i = 0; i < experts_.size(); ++i) results.push_back(expert_forward_(*experts_[i], parts[i]));
-  rows = at::empty_like(rows).index_copy(0, order, at::cat(results));
+  rows = at::cat(results).index_select(0, places);
 
   // And back, weighted.
   rows = exchange_rows(rows, received, sent, ranks_);
@@ -182,7 +179,7 @@ Tensor MoEImpl::forward(const Tensor& x) {
   const auto share = first.to(probabilities.scalar_type()) / first.sum();
   balance_loss_ = static_cast<double>(options_.experts) * (share * mean).sum();
   is_recomputed_ = parallel::in_recompute();
-  tokens_of_experts_ = numbers(routes.counts.sum(0));
+  tokens_of_experts_ = numbers(counts.sum(0));
   dropped_ = routes.dropped;
   return y.view(x.sizes());
 }

@@ -55,15 +55,17 @@ void check_examples(const Tensor& x, const Tensor& target, const Communicator& r
   });
 }
 
-// Calls train(loss), and returns the sum on all ranks.
+// Calls train(loss), and returns the sum on all ranks. The losses stay on their device until all are there, so that the
+// host waits once.
 template <class Train>
 double sum_of_losses(const Train& train, const Communicator& ranks, const MicrobatchLoss& loss) {
-  double sum = 0;
+  std::vector<Tensor> losses;
   train([&](const Tensor& output, std::int64_t first, std::int64_t count) {
     auto of_microbatch = loss(output, first, count);
-    if (of_microbatch.numel() == 1) sum += of_microbatch.item<double>();
+    if (of_microbatch.numel() == 1) losses.push_back(of_microbatch.detach().reshape({}).to(at::kDouble));
     return of_microbatch;
   });
+  double sum = losses.empty() ? 0 : at::stack(losses).sum().item<double>();
   ranks.sum({&sum, 1});
   return sum;
 }
@@ -165,14 +167,15 @@ struct Pipeline::State {
   // tell what they begin, and whether ranks of other pipelines call the stages' modules together with these: modules
   // may be sharded after they were made. Throws InvalidArgument where they have other numbers of examples.
   // Collective.
-  Called begin(Purpose purpose, const parallel::StepOverRanks::Layers& layers, std::int64_t examples) const {
+  Called begin(Purpose purpose, const parallel::StepOverRanks::Layers& layers, const Tensor& x) {
+    const auto examples = x.dim() > 0 ? x.size(0) : 0;
     for (const auto& each : tied) each.check_not_sharded();
     const bool with_others = std::ranges::any_of(
         modules, [](const auto& each) { return parallel::is_called_with_other_ranks(*each.second); });
     const auto called = !layers.empty() ? Called::with_layers_over_ranks
                         : with_others   ? Called::with_other_ranks
                                         : Called::alone;
-    std::array largest{static_cast<std::int64_t>(called), examples, -examples};
+    std::array largest{static_cast<std::int64_t>(called), examples, -examples, std::int64_t{x.is_cuda() ? 0 : 1}};
     auto call = Call::all_reduce(buffer_of(std::span(largest)), ReduceOp::max);
     call.purpose = purpose;
     ranks.group().run(call, ranks.deadline());
@@ -181,6 +184,8 @@ struct Pipeline::State {
                                  " examples, and all of the pipeline give ", -largest[2], " to ", largest[1],
                                  ": they must give the same batch"));
     }
+    device = largest[3] == 0 ? x.device() : at::Device(at::kCPU);
+    links->use(device);
     return static_cast<Called>(largest[0]);
   }
 
@@ -211,12 +216,11 @@ struct Pipeline::State {
     parallel::mesh_of(ranks).abort_on_error([&] {
       try {
         const auto layers = layers_over_ranks();
-        const auto examples = x.dim() > 0 ? x.size(0) : 0;
-        const auto called = begin(purpose, layers, examples);
+        const auto called = begin(purpose, layers, x);
         auto most = most_microbatches;
         std::optional<parallel::StepOverRanks> over_ranks;
         if (called == Called::with_layers_over_ranks) {
-          over_ranks.emplace(layers, ranks, examples);
+          over_ranks.emplace(layers, ranks, x.size(0));
           if (weight) over_ranks->set_weight(weight, schedule.rank_of_stage.back());
           most = std::min(most, over_ranks->most_examples());
         }
@@ -243,18 +247,21 @@ struct Pipeline::State {
     });
   }
 
+  const std::vector<PipelineTimes::Span>& spans() { return times.spans(ranks.deadline()); }
+
   std::vector<PipelineStage> stages;
   const Communicator ranks;
   Communicator ranks_for_losses, ranks_for_outputs, ranks_for_costs;  // the same ranks
   Purpose stepping, predicting;
   const PipelineOptions options;
   PipelineSchedule schedule;
+  at::Device device = at::kCPU;  // of this rank's x in the last step: a GPU on all ranks, or the CPU
   std::optional<parallel::StageLinks> links;
   parallel::StageModules modules;
   parallel::StageForwards forwards;
   std::vector<parallel::TiedParameter> tied;
   std::vector<PipelineAction> timed_actions;  // this rank's of the last step
-  std::vector<PipelineTimes::Span> times;
+  parallel::ActionTimes times;
   int steps = 0;
   Deadline::Clock::time_point zero, step_began;
 };
@@ -264,13 +271,16 @@ Pipeline::Pipeline(std::vector<PipelineStage> stages, const Communicator& ranks,
 Pipeline::~Pipeline() = default;
 
 double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& loss) {
-  check_examples(x, target, parallel::mesh_of(state_->ranks));
+  const auto mesh = parallel::mesh_of(state_->ranks);
+  check_examples(x, target, mesh);
+  mesh.abort_on_error([&] {
+    if (state_->ranks.rank() == state_->schedule.rank_of_stage.back())
+      parallel::check_labels_count_alike("Pipeline::step", target, state_->options.microbatches);
+  });
   const auto examples = static_cast<double>(x.size(0));
   return sum_of_losses([&](const MicrobatchLoss& part) { train_batch(x, part, kAll, [=] { return examples; }); },
                        state_->ranks_for_losses,
                        [&](const Tensor& output, std::int64_t first, std::int64_t count) {
-                         if (first == 0)
-                           parallel::check_labels_count_alike("Pipeline::step", target, state_->options.microbatches);
                          return loss(output, target.narrow(0, first, count)) * (static_cast<double>(count) / examples);
                        });
 }
@@ -331,9 +341,11 @@ Tensor Pipeline::forward(const Tensor& x, std::int64_t most_microbatches) {
   parallel::broadcast_values(shape, state_->ranks_for_outputs, last);
   const at::IntArrayRef sizes(shape.data() + 1, shape.size() - 1);
   if (!output.defined()) output = at::empty(sizes, x.options().dtype(static_cast<at::ScalarType>(shape[0])));
-  output = output.contiguous();
-  broadcast(state_->ranks_for_outputs, {output}, last);
-  return output;
+  output = output.to(state_->device).contiguous();
+  auto call = on_stream_of(output, Call::broadcast(buffer_of(output), last));
+  call.purpose = state_->ranks_for_outputs.purpose();
+  state_->ranks.group().run(call, state_->ranks.deadline());
+  return output.to(x.device());
 }
 
 std::vector<Tensor> Pipeline::parameters() const {
@@ -357,8 +369,9 @@ std::vector<PipelineCosts> Pipeline::measured_costs() const {
   constexpr std::size_t kKinds = 4;
   const auto& actions = state_->timed_actions;
   std::map<std::pair<int, PipelineAction::Kind>, std::vector<double>> seconds;
-  for (std::size_t i = 0; i < state_->times.size(); ++i) {
-    seconds[{actions[i].stage, actions[i].kind}].push_back(state_->times[i].end - state_->times[i].begin);
+  const auto& times = state_->spans();
+  for (std::size_t i = 0; i < times.size(); ++i) {
+    seconds[{actions[i].stage, actions[i].kind}].push_back(times[i].end - times[i].begin);
   }
   std::vector<double> all(kKinds * static_cast<std::size_t>(state_->schedule.stages()));
   for (const auto& [key, values] : seconds) {
@@ -376,12 +389,12 @@ std::vector<PipelineCosts> Pipeline::measured_costs() const {
 
 void Pipeline::write_timeline(const std::string& path) const {
   const std::chrono::duration<double> began = state_->step_began - state_->zero;
-  const auto events = timeline_events(state_->timed_actions, state_->times, state_->ranks.rank(), began.count());
+  const auto events = timeline_events(state_->timed_actions, state_->spans(), state_->ranks.rank(), began.count());
   const auto all = state_->ranks.all_gather(events);
   state_->ranks.run_on_rank_0([&] { write_events(path, all); });
 }
 
 const PipelineSchedule& Pipeline::schedule() const { return state_->schedule; }
-const std::vector<PipelineTimes::Span>& Pipeline::last_times() const { return state_->times; }
+const std::vector<PipelineTimes::Span>& Pipeline::last_times() const { return state_->spans(); }
 
 }  // namespace lockstep

@@ -1,100 +1,20 @@
 #include "parallel/pipeline_run.h"
 
 #include <ATen/ATen.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <span>
 #include <utility>
 
 #include "base/text.h"
+#include "collective/gpus/cuda.h"
 #include "lockstep/base/error.h"
 #include "parallel/mesh_backend.h"
 
 namespace lockstep::parallel {
-
-namespace {
-
-constexpr std::size_t kMostDimensions = 12;
-
-// The header that goes before each tensor.
-struct Header {
-  StageMessage message;
-  std::int64_t dtype, dimensions;
-  std::int64_t sizes[kMostDimensions];
-};
-
-Buffer bytes_of(Header& header) { return {&header, sizeof header, DType::uint8}; }
-Buffer bytes_of(const Tensor& tensor) { return {tensor.mutable_data_ptr(), tensor.nbytes(), DType::uint8}; }
-
-Header header_of(const StageMessage& message, const Tensor& tensor) {
-  if (tensor.dim() > static_cast<std::int64_t>(kMostDimensions)) {
-    throw InvalidArgument(text("Pipeline: the output of stage ", message.stage, " has ", tensor.dim(),
-                               " dimensions; at most ", kMostDimensions, " are allowed"));
-  }
-  Header header{message, static_cast<std::int64_t>(tensor.scalar_type()), tensor.dim(), {}};
-  std::copy(tensor.sizes().begin(), tensor.sizes().end(), header.sizes);
-  return header;
-}
-
-}  // namespace
-
-StageLinks::StageLinks(const Communicator& ranks, const std::vector<std::pair<int, int>>& pairs) : ranks_(ranks) {
-  for (const auto& [from, to] : pairs) {
-    const bool is_mine = ranks.rank() == from || ranks.rank() == to;
-    const auto group = ranks.group().split(is_mine ? 0 : -1, ranks.rank() == from ? 0 : 1, ranks.deadline());
-    if (!is_mine) continue;
-    (ranks.rank() == from ? to_ : from_).emplace(ranks.rank() == from ? to : from, ranks.with_group(*group));
-  }
-}
-
-void StageLinks::send(int to, const StageMessage& message, const Tensor& tensor) {
-  const auto host = tensor.detach().to(at::kCPU).contiguous();
-  const auto memory = std::make_shared<std::pair<Header, Tensor>>(header_of(message, host), host);
-  while (!sent_.empty() && sent_.front().work.done()) {
-    sent_.front().work.wait();
-    sent_.pop_front();
-  }
-  const auto& link = to_.at(to);
-  std::vector<Call> calls{Call::send(bytes_of(memory->first), 1)};
-  if (host.nbytes() > 0) calls.push_back(Call::send(bytes_of(memory->second), 1));
-  sent_.push_back({link.group().start(std::move(calls), link.deadline()), memory});
-}
-
-Tensor StageLinks::receive_next(const Communicator& link, StageMessage& message) const {
-  Header header{};
-  link.group().recv(bytes_of(header), 0, link.deadline());
-  message = header.message;
-  const at::IntArrayRef sizes(header.sizes, static_cast<std::size_t>(header.dimensions));
-  auto tensor = at::empty(sizes, static_cast<at::ScalarType>(header.dtype));
-  if (tensor.nbytes() > 0) link.group().recv(bytes_of(tensor), 0, link.deadline());
-  return tensor;
-}
-
-Tensor StageLinks::receive(int from, const StageMessage& message) {
-  while (true) {
-    const auto found = kept_.find({from, message});
-    if (found != kept_.end()) return std::move(kept_.extract(found).mapped());
-    StageMessage next;
-    auto tensor = receive_next(from_.at(from), next);
-    kept_.emplace(std::pair(from, next), std::move(tensor));
-  }
-}
-
-void StageLinks::flush() {
-  for (const auto& sent : sent_) sent.work.wait();
-  sent_.clear();
-  kept_.clear();
-}
-
-void StageLinks::abort(const std::string& reason) const {
-  // Not Communicator::abort, which would name this rank by its number on the link.
-  for (const auto* const links : {&to_, &from_}) {
-    for (const auto& [rank, link] : *links) link.group().abort(reason);
-  }
-}
 
 namespace {
 
@@ -104,6 +24,40 @@ using Message = StageMessage::Kind;
 StageMessage message(Message kind, const PipelineAction& action) { return {kind, action.stage, action.microbatch}; }
 
 }  // namespace
+
+void ActionTimes::begin_step(at::Device device) {
+  device_ = device;
+  of_host_.clear();
+  of_gpu_.clear();
+  spans_.clear();
+  mark();
+}
+
+void ActionTimes::mark() {
+  if (device_.is_cuda()) {
+    of_gpu_.emplace_back(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
+    of_gpu_.back().record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  } else {
+    synchronize(device_);
+    of_host_.push_back(Deadline::Clock::now());
+  }
+}
+
+double ActionTimes::seconds(std::size_t mark) const {
+  constexpr double kMilliseconds = 1e-3;
+  if (device_.is_cuda()) return of_gpu_[0].elapsedTime(of_gpu_[mark]) * kMilliseconds;
+  return std::chrono::duration<double>(of_host_[mark] - of_host_[0]).count();
+}
+
+const std::vector<PipelineTimes::Span>& ActionTimes::spans(Deadline deadline) {
+  const auto is_done = [&] { return of_gpu_.empty() || of_gpu_.back().query(); };
+  if (!collective::gpus::wait_until(is_done, deadline))
+    throw DeadlineExceeded("a GPU's step of a pipeline, for its times", deadline.waited());
+  const auto marks = std::max(of_host_.size(), of_gpu_.size());
+  for (auto begin = 2 * spans_.size() + 1; begin + 1 < marks; begin += 2)
+    spans_.push_back({seconds(begin), seconds(begin + 1)});
+  return spans_;
+}
 
 PipelineRun::PipelineRun(const PipelineSchedule& schedule, StageLinks& links, const StageForwards& forwards, int rank,
                          bool alike)
@@ -184,32 +138,32 @@ void PipelineRun::backward(const PipelineAction& action, const Tensor& gradient)
   if (action.kind == Kind::backward_input) kept_.insert(std::move(kept));
 }
 
+// Takes what other stages give to the action.
+Tensor PipelineRun::take_for(const PipelineAction& action) {
+  if (action.kind == Kind::forward) return take_input(action);
+  if (action.kind == Kind::backward_weight || is_last(action.stage)) return {};
+  return take({Message::gradient, action.stage + 1, action.microbatch}, action.stage + 1);
+}
+
+void PipelineRun::carry_out(const PipelineAction& action, const Tensor& taken) {
+  switch (action.kind) {
+    case Kind::forward: return forward(action, taken);
+    case Kind::backward_weight: return kept_.extract({action.stage, action.microbatch}).mapped().weights->compute();
+    case Kind::backward:
+    case Kind::backward_input: return backward(action, taken);
+  }
+}
+
 void PipelineRun::train(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches,
-                        std::vector<PipelineTimes::Span>& times) {
+                        ActionTimes& times) {
   split(x, most_microbatches);
   loss_ = &loss;
-  times.clear();
-  const auto start = Deadline::Clock::now();
-  const auto now = [&] { return std::chrono::duration<double>(Deadline::Clock::now() - start).count(); };
+  times.begin_step(x.device());
   for (const auto& action : schedule_.actions[static_cast<std::size_t>(rank_)]) {
-    auto begin = now();
-    if (computes(action.microbatch)) {
-      if (action.kind == Kind::forward) {
-        const auto input = take_input(action);
-        begin = now();
-        forward(action, input);
-      } else if (action.kind == Kind::backward_weight) {
-        kept_.extract({action.stage, action.microbatch}).mapped().weights->compute();
-      } else {
-        const auto gradient = is_last(action.stage)
-                                  ? Tensor()
-                                  : take({Message::gradient, action.stage + 1, action.microbatch}, action.stage + 1);
-        begin = now();
-        backward(action, gradient);
-      }
-    }
-    synchronize(x.device());
-    times.push_back({begin, now()});
+    const auto taken = computes(action.microbatch) ? take_for(action) : Tensor();
+    times.mark();
+    if (computes(action.microbatch)) carry_out(action, taken);
+    times.mark();
   }
   links_.flush();
 }

@@ -2,9 +2,9 @@
 // step agrees on and checks before.
 #pragma once
 
+#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -15,54 +15,34 @@
 #include "lockstep/ops/tensor.h"
 #include "lockstep/parallel/pipeline.h"
 #include "parallel/split_linear.h"
+#include "parallel/stage_links.h"
 
 namespace lockstep::parallel {
 
-// How the ranks of a pipeline send each other activations and gradients.
-
-// A message is the output of a stage, or the gradient of its input, for a microbatch.
-struct StageMessage {
-  enum class Kind : std::int64_t { output, gradient };
-  Kind kind = Kind::output;
-  int stage = 0;
-  int microbatch = 0;
-
-  friend auto operator<=>(const StageMessage&, const StageMessage&) = default;
-};
-
-// One rank's ends. A Group of two for each direction between two ranks, so that neither waits for the other to receive.
-class StageLinks {
- public:
-  // Collective. `pairs`: the ranks {from, to} that send, the same on all ranks.
-  StageLinks(const Communicator& ranks, const std::vector<std::pair<int, int>>& pairs);
-
-  // Sends without waiting; `tensor` is not changed until flush.
-  void send(int to, const StageMessage& message, const Tensor& tensor);
-
-  // Waits for that message; others of the rank, which came before it, are kept.
-  Tensor receive(int from, const StageMessage& message);
-
-  // Waits until all that was sent has been received.
-  void flush();
-
-  void abort(const std::string& reason) const;
-
- private:
-  struct Sent {
-    Work work;
-    std::shared_ptr<void> memory;
-  };
-
-  Tensor receive_next(const Communicator& link, StageMessage& message) const;
-
-  const Communicator ranks_;
-  std::deque<Sent> sent_;                  // before the Groups, which end the operations that use its memory
-  std::map<int, Communicator> to_, from_;  // by rank
-  std::map<std::pair<int, StageMessage>, Tensor> kept_;  // by sender
-};
-
 // This rank's stages.
 using StageForwards = std::map<int, std::function<Tensor(const Tensor&)>>;
+
+// The times of a step's actions. A GPU measures them by its events, so that the host waits for it only when it is
+// asked.
+class ActionTimes {
+ public:
+  // Begins a step on the device.
+  void begin_step(at::Device device);
+
+  // To be called where each action begins, and where it ends.
+  void mark();
+
+  // Returns the times of the last step's actions, from its begin. Waits for the GPU. Throws DeadlineExceeded.
+  const std::vector<PipelineTimes::Span>& spans(Deadline deadline);
+
+ private:
+  double seconds(std::size_t mark) const;
+
+  at::Device device_ = at::kCPU;
+  std::vector<Deadline::Clock::time_point> of_host_;  // the step's begin, and the marks
+  std::vector<c10::Event> of_gpu_;
+  std::vector<PipelineTimes::Span> spans_;
+};
 
 class PipelineRun {
  public:
@@ -72,8 +52,7 @@ class PipelineRun {
 
   // Forward and backward. `times`: of each action, but for its wait for other ranks; an action on a microbatch without
   // examples takes none.
-  void train(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches,
-             std::vector<PipelineTimes::Span>& times);
+  void train(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches, ActionTimes& times);
 
   // The forwards alone. Returns the last stage's output where this rank has it, else nothing.
   Tensor predict(const Tensor& x, std::int64_t most_microbatches);
@@ -91,6 +70,8 @@ class PipelineRun {
   Tensor take(const StageMessage& message, int from_stage);
   void give(const StageMessage& message, int to_stage, const Tensor& tensor);
   Tensor take_input(const PipelineAction& action);
+  Tensor take_for(const PipelineAction& action);
+  void carry_out(const PipelineAction& action, const Tensor& taken);
   void forward(const PipelineAction& action, const Tensor& x);
   void backward(const PipelineAction& action, const Tensor& gradient);
   Tensor loss_of(const PipelineAction& action, const Tensor& output);

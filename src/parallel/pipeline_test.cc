@@ -125,7 +125,7 @@ TEST(Pipeline, RanksInAnotherPipelineAreToldWhich) {
     for (const auto& error : errors) {
       ASSERT_NE(error, nullptr);
       const auto said = message_of<InvalidArgument>([&] { std::rethrow_exception(error); });
-      expect_says(said, "for a step of Pipeline 1, rank 1 calls all_reduce of 3 x int64, max, for ");
+      expect_says(said, "for a step of Pipeline 1, rank 1 calls all_reduce of 4 x int64, max, for ");
       expect_says(said, trains_on_both ? "for a step of Pipeline 2" : "for a forward of Pipeline 1");
     }
   }

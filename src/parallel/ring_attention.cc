@@ -35,17 +35,16 @@ class Ring {
 
   void turn() {
     const int size = ranks_.size(), next = (ranks_.rank() + 1) % size, before = (ranks_.rank() + size - 1) % size;
-    std::vector<Tensor> sent, received;  // in host memory
+    std::vector<Tensor> received;
     std::vector<Call> calls;
     for (const auto& tensor : tensors_) {
-      sent.push_back(tensor.cpu());
-      received.push_back(at::empty_like(sent.back()));
-      calls.push_back(Call::send(buffer_of(sent.back()), next));
-      calls.push_back(Call::recv(buffer_of(received.back()), before));
+      received.push_back(at::empty_like(tensor));
+      calls.push_back(on_stream_of(tensor, Call::send(buffer_of(tensor), next)));
+      calls.push_back(on_stream_of(tensor, Call::recv(buffer_of(received.back()), before)));
     }
     for (auto& call : calls) call.purpose = ranks_.purpose();
     ranks_.group().run(calls, ranks_.deadline());
-    for (std::size_t i = 0; i < tensors_.size(); ++i) tensors_[i] = received[i].to(tensors_[i].device());
+    tensors_ = std::move(received);
     owner_ = (owner() + size - 1) % size;
   }
 

@@ -139,7 +139,8 @@ void ShardedUnits::add(const torch::nn::Module& module, const std::string& name,
   const auto precision = precision_of(at::kFloat);
   ranks_.check_all_agree(
       text("parameters of fully_shard's unit \"", name, "\""),
-      text(describe(parameters), "param_dtype ", precision.gathered, ", reduce_dtype ", precision.summed));
+      text(describe(parameters), "param_dtype ", precision.gathered, ", reduce_dtype ", precision.summed, ", ",
+           parameters.empty() ? "" : c10::DeviceTypeName(parameters[0].second.device().type(), /*lower_case=*/true)));
   for (const auto& [parameter, tensor] : parameters) {
     for_each_flat_shard([&, &wanted = parameter](const FlatShard& flat) {
       if (std::find(flat.names().begin(), flat.names().end(), wanted) == flat.names().end()) return;
@@ -286,6 +287,7 @@ void ShardedUnits::begin_backward() {
 // Forgets what a backward that broke off left.
 void ShardedUnits::forget_backward() {
   for_each_flat_shard([](FlatShard& flat) { flat.forget_gradients(); });
+  summed_ = nullptr;
   backward_.reset();
   uses_.clear();
 }
@@ -298,11 +300,19 @@ void ShardedUnits::reduce_complete_units() {
   }
 }
 
+// The sums of one unit at a time go on beside backward, which bounds the memory of gradients.
 void ShardedUnits::reduce(Unit& unit) {
+  finish_sums();
   for (const auto& flat : unit.flat) {
     flat->release();
-    if (flat->is_trained()) flat->reduce_gradients();
+    if (flat->is_trained()) flat->start_sums();
   }
+  summed_ = &unit;
+}
+
+void ShardedUnits::finish_sums() {
+  if (summed_ == nullptr) return;
+  for (const auto& flat : std::exchange(summed_, nullptr)->flat) flat->finish_sums();
 }
 
 void ShardedUnits::finish_backward() {
@@ -310,6 +320,7 @@ void ShardedUnits::finish_backward() {
     reduce(*not_reduced_.back());
     not_reduced_.pop_back();
   }
+  finish_sums();
   std::vector<double> taken;
   for_each_parameter([&](const FlatShard& flat, std::size_t i) { taken.push_back(flat.has_taken(i) ? 1 : 0); });
   taken.push_back(have_shards_changed() ? 1 : 0);

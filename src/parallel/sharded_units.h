@@ -104,6 +104,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void on_gradient(Unit& unit, FlatShard& flat, std::size_t parameter);
   void begin_backward();
   void reduce(Unit& unit);
+  void finish_sums();
   void reduce_complete_units();
   void finish_backward();
   void forget_backward();
@@ -134,6 +135,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   std::optional<int> backward_;     // the graph task whose gradients are taken
   double factor_ = 1;               // of this backward's gradients
   std::vector<Unit*> not_reduced_;  // in this backward, the next last
+  Unit* summed_ = nullptr;          // whose sums may go on
   std::int64_t version_ = 0;        // of all shards, after the last backward
   // A gradient, which is only compared, and its version.
   using Noted = std::pair<const at::TensorImpl*, std::uint32_t>;

@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <array>
 
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -75,25 +76,24 @@ void TiedParameter::begin_step() {
 void TiedParameter::finish_step() {
   if (mine_.empty()) return;
   const at::NoGradGuard no_gradient;
-  // Ranks send the sum, how many copies have a gradient, and how many are trained.
-  const auto numel = mine_[0].numel();
-  const auto sent = at::zeros({numel + 2}, mine_[0].options().requires_grad(false));
-  const auto sum = sent.narrow(0, 0, numel).view(mine_[0].sizes());
+  const auto sum = at::zeros(mine_[0].sizes(), mine_[0].options().requires_grad(false));
+  std::array<double, 2> counts{};  // how many copies have a gradient, and how many are trained
   for (const auto& copy : mine_) {
     if (copy.grad().defined()) sum.add_(copy.grad());
-    sent[numel] += copy.grad().defined() ? 1 : 0;
-    sent[numel + 1] += copy.requires_grad() ? 1 : 0;
+    counts[0] += copy.grad().defined() ? 1 : 0;
+    counts[1] += copy.requires_grad() ? 1 : 0;
   }
-  all_reduce(ranks_.group(), sent, ReduceOp::sum, ranks_.deadline());
-  const auto trained = sent[numel + 1].item<double>();
+  ranks_.sum(counts);
+  const auto [there, trained] = counts;
   if (trained != 0 && trained != copies_) {
     throw InvalidArgument(text("Pipeline: ", name_, " is tied to others: of the ", copies_, " copies ", trained,
                                trained == 1 ? " is" : " are", " trained; freeze all of them, or none"));
   }
-  if (sent[numel].item<double>() == 0) {
+  if (there == 0) {
     for (std::size_t i = 0; i < mine_.size(); ++i) mine_[i].mutable_grad() = earlier_[i];
     return;
   }
+  all_reduce(ranks_.group(), sum, ReduceOp::sum, ranks_.deadline());
   for (std::size_t i = 0; i < mine_.size(); ++i) {
     if (!mine_[i].requires_grad()) continue;
     mine_[i].mutable_grad() = earlier_[i].defined() ? earlier_[i] + sum : sum.clone();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <utility>
@@ -332,6 +333,16 @@ int cudaEventSynchronize(cudaEvent_t event) {
   return with_event(event, [](Event& found) {
     found.synchronize();
     return kSuccess;
+  });
+}
+
+int cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+  return with_event(begin, [&](Event& first) {
+    return with_event(end, [&](Event& last) {
+      if (!first.has_come() || !last.has_come()) return fail(kNotReady);
+      *milliseconds = std::chrono::duration<float, std::milli>(last.when() - first.when()).count();
+      return kSuccess;
+    });
   });
 }
 

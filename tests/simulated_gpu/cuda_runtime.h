@@ -68,6 +68,7 @@ int cudaEventDestroy(cudaEvent_t event);
 int cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 int cudaEventQuery(cudaEvent_t event);
 int cudaEventSynchronize(cudaEvent_t event);
+int cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end);
 
 const char* cudaGetErrorString(int error);
 const char* cudaGetErrorName(int error);

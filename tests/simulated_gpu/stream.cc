@@ -80,27 +80,30 @@ void Stream::do_work() {
 }
 
 void Event::record(Stream& stream) {
-  const auto record = std::make_shared<std::atomic<bool>>(false);
+  const auto record = std::make_shared<Reached>();
   const std::lock_guard lock(mutex_);
   last_ = record;
   stream.push([record] {
-    *record = true;
-    record->notify_all();
+    record->at = std::chrono::steady_clock::now();
+    record->is_reached = true;
+    record->is_reached.notify_all();
   });
 }
 
 void Event::make_wait(Stream& stream) {
-  if (const auto record = last()) stream.push([record] { record->wait(false); });
+  if (const auto record = last()) stream.push([record] { record->is_reached.wait(false); });
 }
 
 bool Event::has_come() {
   const auto record = last();
-  return !record || *record;
+  return !record || record->is_reached;
 }
 
 void Event::synchronize() {
-  if (const auto record = last()) record->wait(false);
+  if (const auto record = last()) record->is_reached.wait(false);
 }
+
+std::chrono::steady_clock::time_point Event::when() { return last()->at; }
 
 Event::Record Event::last() {
   const std::lock_guard lock(mutex_);

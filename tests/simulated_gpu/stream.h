@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -62,9 +63,14 @@ class Event {
   void make_wait(Stream& stream);
   bool has_come();
   void synchronize();
+  std::chrono::steady_clock::time_point when();  // it has come
 
  private:
-  using Record = std::shared_ptr<std::atomic<bool>>;  // whether the stream has reached it
+  struct Reached {
+    std::atomic<bool> is_reached = false;           // by the stream
+    std::chrono::steady_clock::time_point at = {};  // when; constant from then on
+  };
+  using Record = std::shared_ptr<Reached>;
 
   Record last();
 

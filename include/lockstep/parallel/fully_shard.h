@@ -63,7 +63,7 @@ struct FullyShardOptions {
 // Functions that take the address of a parameter's values without an operator of LibTorch cannot be used in the module,
 // nor can a backward inside backward: recompute activations with lockstep::recompute. torch::save of the module writes
 // no values: save what `gather` returns. Optimizers get `parameters()`: one of the module's own parameters would change
-// nothing. Messages between ranks go through host memory.
+// nothing. On a GPU the Group moves values and gradients, and the host waits for none of it.
 //
 // After an exception in backward call release(), or the module's forward, before the next one.
 //
