@@ -289,7 +289,12 @@ TEST(WorkersApart, OptionsThatDoNotGoTogetherAreRefused) {
   const auto diloco = DiLoCoOptions{.steps = 4};
   expect_says(says({.workers = 3, .diloco = diloco, .workers_per_group = 2}), "3 workers cannot be divided");
   expect_says(says({.workers_per_group = 2}), "workers_per_group is for `diloco`");
-  expect_says(says({.elastic = true, .diloco = diloco}), "`diloco` is not for `elastic`");
+  expect_says(says({.workers = 4, .elastic = true, .diloco = diloco, .workers_per_group = 2}),
+              "workers_per_group is 2; with `diloco` and `elastic` it must be 1");
+  expect_says(says({.elastic = true, .diloco = DiLoCoOptions{.steps = 4, .parts = 2}}),
+              "diloco->parts is 2; with `diloco` and `elastic` it must be 1");
+  expect_says(says({.elastic = true, .diloco = DiLoCoOptions{.steps = 4, .overlap = 1}}),
+              "diloco->overlap is 1; with `diloco` and `elastic` it must be 0");
   expect_says(says({.shard_optimizer_state = true, .diloco = diloco}), "`diloco` is not for shard_optimizer_state");
   expect_says(says({.diloco = DiLoCoOptions{.steps = 0}}), "DiLoCo: steps is 0");
   expect_says(says({.communication = {.gradient_dtype = DType::int8}, .diloco = diloco}), "workers send no gradients");
