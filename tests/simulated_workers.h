@@ -81,6 +81,29 @@ class Job {
     workers_[at(worker)].counts = true;
   }
 
+  // The calling worker is lost at a place from here on: at the first, or after so many others. Throws Lost where that
+  // is here (`places` is 0).
+  void lose(int worker, int places) {
+    {
+      const std::lock_guard lock(mutex_);
+      auto& self = workers_[at(worker)];
+      self.counts = true;
+      self.fate.lost_at = self.places + std::max(1, places);
+    }
+    if (places == 0) come_to_place(worker);
+  }
+
+  // Lets a newcomer begin, and waits until it waits for a place.
+  void call_newcomer(int worker) {
+    std::unique_lock lock(mutex_);
+    auto& self = workers_[at(worker)];
+    self.fate.begins_after = 1;
+    changed_.notify_all();
+    const bool came = changed_.wait_for(lock, std::chrono::duration<double>(kSeconds),
+                                        [&] { return self.waits_for || self.has_place; });
+    expect(came, "a newcomer does not come");
+  }
+
   // Return how many places all workers have come to; and what was wrong in their use of the job, or an empty text.
   int places() const { return places_; }
   const std::string& problem() const { return problem_; }
@@ -325,6 +348,7 @@ class Job::OfWorker final : public elastic::Membership {
     std::unique_lock lock(job_.mutex_);
     auto& self = job_.workers_[at(worker_)];
     self.waits_for = {training, description};
+    job_.changed_.notify_all();
     job_.changed_.wait(lock, [&] {
       return self.has_place || job_.ended_trainings_.contains(training) || job_.all_members_have_ended();
     });
