@@ -2,6 +2,8 @@
 // are of threads. So a worker can be lost at each collective operation, and at each change of the members.
 #pragma once
 
+#include <ATen/Context.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <csignal>
@@ -58,7 +60,7 @@ class Job {
         wait_to_begin(worker);
         try {
           auto all = settings;
-          all.devices = {"cpu:0"};
+          all.devices = {at::hasCUDA() ? text("cuda:", worker) : "cpu:0"};
           all.threads_per_replica = 1;
           all.timeouts.step = kSeconds;
           all.workers->membership = membership_of(worker);
@@ -134,6 +136,16 @@ class Job {
 
   // The worker comes to a place before and after each operation. An operation that some completed may fail on others.
   class Operations final : public collective::Wrapper {
+   private:
+    template <class Act>
+    auto between_places(const Act& act) {
+      job_.come_to_place(worker_);
+      auto result = act();
+      job_.come_to_place(worker_);
+      job_.may_fail_after_a_loss(generation_);
+      return result;
+    }
+
    public:
     Operations(std::shared_ptr<GroupBackend> inner, Job& job, int generation, int worker)
         : Wrapper(std::move(inner)), job_(job), generation_(generation), worker_(worker) {}
@@ -145,17 +157,11 @@ class Job {
     const char* exchange(std::span<const Call> calls, Deadline deadline) override {
       return between_places([&] { return Wrapper::exchange(calls, deadline); });
     }
-
-   private:
-    template <class Act>
-    const char* between_places(const Act& act) {
-      job_.come_to_place(worker_);
-      const char* const algorithm = act();
-      job_.come_to_place(worker_);
-      job_.may_fail_after_a_loss(generation_);
-      return algorithm;
+    EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline) override {
+      return between_places([&] { return Wrapper::enqueue(calls, deadline); });
     }
 
+   private:
     Job& job_;
     const int generation_, worker_;
   };
