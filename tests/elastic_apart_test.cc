@@ -20,7 +20,7 @@ const DiLoCoOptions kEveryThird{.steps = 3};  // steps 2, 3 (an epoch's end), 6,
 
 Optimizer sgd_apart() { return SGD({.learning_rate = 0.1, .momentum = 0.5}); }
 
-// What happens before a worker's step, or after it: steps are numbered over all epochs.
+// Functions that are called before a worker's step, and after it. Steps are numbered over all epochs.
 struct Happens {
   std::function<void(int worker, int step)> before = [](int, int) {}, after = [](int, int) {};
 };

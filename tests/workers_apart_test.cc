@@ -227,6 +227,11 @@ TEST(WorkersApart, OptionsThatDoNotGoTogetherAreRefused) {
               "diloco->parts is 2; with `diloco` and `elastic` it must be 1");
   expect_says(says({.elastic = true, .diloco = DiLoCoOptions{.steps = 4, .overlap = 1}}),
               "diloco->overlap is 1; with `diloco` and `elastic` it must be 0");
+  expect_says(
+      message_of<InvalidArgument>([&] {
+        MultiWorkerMirroredStrategy({.elastic = ElasticOptions{.worker_batch = WorkerBatch()}, .diloco = diloco});
+      }),
+      "`diloco` is not for elastic.worker_batch");
   expect_says(says({.shard_optimizer_state = true, .diloco = diloco}), "`diloco` is not for shard_optimizer_state");
   expect_says(says({.diloco = DiLoCoOptions{.steps = 0}}), "DiLoCo: steps is 0");
   expect_says(says({.communication = {.gradient_dtype = DType::int8}, .diloco = diloco}), "workers send no gradients");
