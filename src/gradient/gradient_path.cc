@@ -188,7 +188,8 @@ void GradientPath::come_together() {
   spread_meeting();
 }
 
-// In an elastic job a meeting is a section, which needs a call of all: they may be together already.
+// In an elastic job a meeting is a section. Who completes the section must know that all have met, also where there was
+// nothing to send.
 void GradientPath::spread_meeting() {
   parameters_->spread_first_copy();
   if (moving_state_) parameters_->topology().all.any(false);

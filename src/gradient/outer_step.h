@@ -49,12 +49,11 @@ class OuterStep {
   // As DiLoCo::meet. The steps to the next meetings are counted from here.
   void meet() {
     come_together();
-    count_from_here();
+    since_ = 0;
   }
 
   // As `meet`, but the next meetings come when they would have come without this one.
   void come_together();
-  void count_from_here() { since_ = 0; }
 
   // For options of one part and no overlap: a meeting of the ranks that have the state, after the ranks' Communicator
   // has got another Group. Collective. Its mean is over the ranks that have made steps since their last meeting: a rank

@@ -18,7 +18,7 @@ void check_elastic_diloco(const MultiWorkerMirroredOptions& options) {
   const auto require_with_elastic = [](const char* name, auto value, auto allowed) {
     if (value == allowed) return;
     throw InvalidArgument(text("MultiWorkerMirroredStrategy: ", name, " is ", value,
-                               "; with `diloco` and `elastic` it ", "must be ", allowed));
+                               "; with `diloco` and `elastic` it must be ", allowed));
   };
   require_with_elastic("workers_per_group", options.workers_per_group, 1);
   require_with_elastic("diloco->parts", options.diloco->parts, 1);
@@ -26,8 +26,7 @@ void check_elastic_diloco(const MultiWorkerMirroredOptions& options) {
   if (!options.elastic->worker_batch) return;
   throw InvalidArgument(
       "MultiWorkerMirroredStrategy: `diloco` is not for elastic.worker_batch, whose learning rate follows the number "
-      "of "
-      "workers: each worker updates by its own examples alone");
+      "of workers: each worker updates by its own examples alone");
 }
 
 void check_diloco(const MultiWorkerMirroredOptions& options) {

@@ -271,13 +271,12 @@ class Fit {
 
   // Workers that train by themselves bring their variables together.
   void meet() {
-    auto* const outer = impl_.gradients->outer_step();
-    if (outer == nullptr) return;
+    if (impl_.gradients->outer_step() == nullptr) return;
     const auto act = [this] {
       impl_.gradients->meet();
       return train::Training::Numbers();
     };
-    training_->run(act, [outer](const auto&) { outer->count_from_here(); });
+    training_->run(act, [](const auto&) {});
   }
 
   void stop_for_lack_of_data() {
