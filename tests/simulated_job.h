@@ -137,12 +137,12 @@ class Job {
   class Operations final : public collective::Wrapper {
    private:
     template <class Act>
-    auto between_places(const Act& act) {
+    const char* between_places(const Act& act) {
       job_.come_to_place(worker_);
-      auto result = act();
+      const char* const algorithm = act();
       job_.come_to_place(worker_);
       job_.may_fail_after_a_loss(generation_);
-      return result;
+      return algorithm;
     }
 
    public:
@@ -156,8 +156,10 @@ class Job {
     const char* exchange(std::span<const Call> calls, Deadline deadline) override {
       return between_places([&] { return Wrapper::exchange(calls, deadline); });
     }
+    // Both places come before: what is enqueued uses the worker's memory later, and its caller must have it until then.
     EnqueuedCalls enqueue(std::span<const Call> calls, Deadline deadline) override {
-      return between_places([&] { return Wrapper::enqueue(calls, deadline); });
+      for (int place = 0; place < 2; ++place) job_.come_to_place(worker_);
+      return Wrapper::enqueue(calls, deadline);
     }
 
    private:
