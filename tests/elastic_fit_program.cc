@@ -65,6 +65,8 @@ Worker worker_with_whole_models(const lockstep::ElasticOptions& elastic) {
        .communication = {.timeout_seconds = number("TIMEOUT", 600) * 1.0},
        .shard_optimizer_state = number("SHARD", 0) == 1,
        .elastic = elastic,
+       .diloco = number("DILOCO", 0) > 0 ? std::optional(lockstep::DiLoCoOptions{.steps = number("DILOCO", 0)})
+                                         : std::nullopt,
        .compare_copies_every = number("COMPARE", 100),
        .replace_differing_copies = number("REPLACE", 0) == 1});
   return {strategy, strategy.worker_rank()};
@@ -92,7 +94,8 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // worker's, and the rate is for so many workers, by the rule SCALING ("linear", or "sqrt"); with SGD. COMPARE: steps
 // between comparing copies; REPLACE=1: copies that differ are replaced. MESH: "data 2 tensor 2": a
 // ModelParallelStrategy on these axes, where places count from the begin of a step, and not from its forward pass.
-// WEIGHTS: a file for its weights. LOAD: a file of weights from which it begins.
+// WEIGHTS: a file for its weights. LOAD: a file of weights from which it begins. DILOCO: workers train by themselves,
+// and meet after so many steps.
 int main() {
   try {
     sleep(static_cast<unsigned>(number("START_S", 0)));

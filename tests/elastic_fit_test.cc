@@ -307,5 +307,28 @@ TEST_F(Elastic, WithFewerThanTheLeastItEndsAndSaysSo) {
   EXPECT_FALSE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0);
 }
 
+// The others come together, and so does the process that is started in its place. Backups are made at meetings.
+TEST_F(Elastic, WorkersApartMayBeLostAtAnyMoment) {
+  const char* const asked = std::getenv("LOCKSTEP_FAULT_ROUNDS");
+  const int rounds = asked == nullptr ? 4 : std::atoi(asked);
+  for (int seed = 0; seed < rounds; ++seed) {
+    std::mt19937 random(static_cast<unsigned>(seed));
+    const int victim = static_cast<int>(random() % 3), step = static_cast<int>(random() % 40),
+              microseconds = static_cast<int>(random() % 2000), restarts = seed % 2;
+    const auto folder = fresh_folder("elastic", "apart");
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ": worker " << victim << ", " << microseconds
+                                    << " us after the forward pass of step " << step);
+    auto job =
+        run({"DILOCO=2", text("VICTIM=", victim), text("STEP=", step), text("PLACE=", microseconds),
+             text("BACKGROUND=", seed / 2 % 2), text("STEP_MS=", 10 * restarts), text("FOLDER=", folder.string())},
+            3, 2, restarts);
+    const auto& output = job.wait_for_end(60);
+    EXPECT_TRUE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0) << output;
+    const auto got = numbers_after(output, ", weights");
+    EXPECT_GE(got.size(), 2U) << output;
+    for (const auto& weights : got) EXPECT_EQ(weights, got[0]) << output;
+  }
+}
+
 }  // namespace
 }  // namespace lockstep

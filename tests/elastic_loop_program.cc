@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <iomanip>
 #include <iostream>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -36,6 +37,11 @@ torch::nn::Sequential net_of(int units) {
   return net;
 }
 
+std::optional<ls::DiLoCoOptions> diloco_asked_for() {
+  const int steps = number("DILOCO", 0);
+  return steps > 0 ? std::optional(ls::DiLoCoOptions{.steps = steps}) : std::nullopt;
+}
+
 struct Worker {
   ls::Strategy strategy;
   int rank;
@@ -46,7 +52,7 @@ Worker worker_of(const char* mesh) {
   const bool shards = number("SHARD", 0) == 1;
   if (mesh == nullptr) {
     const ls::MultiWorkerMirroredStrategy strategy(
-        {.threads_per_replica = 1, .shard_optimizer_state = shards, .elastic = elastic});
+        {.threads_per_replica = 1, .shard_optimizer_state = shards, .elastic = elastic, .diloco = diloco_asked_for()});
     return {strategy, strategy.worker_rank()};
   }
   const ls::DeviceMesh ranks({{"data", -1}, {"tensor", std::atoi(mesh)}}, {.elastic = true});
@@ -63,7 +69,8 @@ Worker worker_of(const char* mesh) {
 // numbered STEP, from 0 on, at PLACE: "forward", so many microseconds after its forward pass, or "evaluation" (after
 // that step; also ALSO). With PLACE "print" it prints that it is in that step. A worker that joins prints when.
 // SHARD=1: the optimizer's state is sharded. FOLDER: for a checkpoint after each epoch, to which it goes back where a
-// part of the state is lost. MESH: a mesh of data and of so many ranks for tensors, which print no weights.
+// part of the state is lost. MESH: a mesh of data and of so many ranks for tensors, which print no weights. DILOCO:
+// workers train by themselves, and meet after so many steps.
 int main() {
   try {
     const char* const mesh = std::getenv("MESH");
@@ -143,6 +150,12 @@ int main() {
                 loss += sums[0];
                 examples += sums[1];
               });
+          if (diloco_asked_for()) {
+            loop.run([&] {
+              optimizer.meet();
+              return 0.0;
+            });
+          }
           evaluated += loop.run(evaluate);
           ++epoch;
           if (folder != nullptr) checkpoint.save(std::string(folder) + "/loop");

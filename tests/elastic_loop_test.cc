@@ -101,6 +101,21 @@ TEST_F(ElasticLoops, ANewcomerGetsTheStateAndTheLoopsNumbers) {
   }
 }
 
+// Each prints the same sums and weights: also the newcomer, which comes between two meetings.
+TEST_F(ElasticLoops, WorkersApartComeTogetherWhenOneIsLostAndANewOneComes) {
+  for (const int restarts : {0, 1}) {
+    SCOPED_TRACE(testing::Message() << restarts << " restarts");
+    auto job = run({"DILOCO=7", "VICTIM=1", "STEP=25", "PLACE=forward", "STEP_MS=50"}, 3, restarts);
+    const auto& output = job.wait_for_end(60);
+    EXPECT_TRUE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0) << output;
+    const auto got = numbers_after(output, "loss and evaluations and weights");
+    ASSERT_EQ(got.size(), 2U + static_cast<unsigned>(restarts)) << output;
+    for (const auto& numbers : got) EXPECT_EQ(numbers, got[0]) << output;
+    EXPECT_NE(output.find("the loop goes on with 2 workers (3 before)"), std::string::npos) << output;
+    EXPECT_EQ(output.find("the loop goes on with 3 workers (2 before)") != std::string::npos, restarts == 1) << output;
+  }
+}
+
 // In the second epoch.
 TEST_F(ElasticLoops, WhereBothCopiesOfShardsAreLostItGoesBackToItsCheckpoint) {
   const auto folder = fresh_folder("elastic_loop", "both_copies");

@@ -35,6 +35,7 @@ struct Outcome {
 
 struct Program {
   bool shards = false, in_background = false, validates = false, goes_on = false;
+  bool is_apart = false;             // DiLoCo, which meets as often as backups are made
   std::map<int, int> told_to_leave;  // [worker]: after how many of its batches it is told
   std::filesystem::path folder;
 };
@@ -93,12 +94,13 @@ struct Drawn {
   std::string described;
 };
 
-Drawn draw(unsigned seed) {
+Drawn draw(unsigned seed, bool is_apart) {
   std::mt19937 random(seed);
   const auto below = [&](int end) { return static_cast<int>(random() % static_cast<unsigned>(end)); };
   Drawn drawn;
   auto& program = drawn.program;
-  program.shards = below(3) == 0;
+  program.is_apart = is_apart;
+  program.shards = below(3) == 0 && !is_apart;
   program.in_background = below(3) == 0;
   program.validates = below(2) == 0;
   program.goes_on = below(3) == 0;
@@ -172,8 +174,8 @@ const std::filesystem::path& broken_off() {
   return folder;
 }
 
-void run(unsigned seed) {
-  auto drawn = draw(seed);
+void run(unsigned seed, bool is_apart = false) {
+  auto drawn = draw(seed, is_apart);
   SCOPED_TRACE(testing::Message() << "LOCKSTEP_SEED=" << seed << ": " << drawn.described);
   drawn.program.folder = fresh_folder("simulated_fits", "drawn");
   if (drawn.program.goes_on) {
@@ -185,6 +187,10 @@ void run(unsigned seed) {
   std::mutex mutex;
   strategy::StrategySettings settings{.gradients = {.shard_state = drawn.program.shards}};
   settings.workers = strategy::WorkerSettings{.elastic = ElasticOptions{.join_seconds = 5}};
+  if (is_apart) {
+    settings.gradients.diloco = DiLoCoOptions{.steps = 2};
+    settings.workers->per_group = 1;
+  }
   const auto errors = job.run(settings, [&](int worker, const Strategy& strategy) {
     const auto scope = strategy.scope();
     auto outcome = train(drawn.program, worker, [&] { job.begin_to_count(worker); });
@@ -203,8 +209,9 @@ void run(unsigned seed) {
     if (!outcomes.contains(worker)) continue;
     const auto& outcome = outcomes.at(worker);
     if (outcome.losses.size() < alone().outcome.losses.size()) continue;  // a newcomer after the first training
-    expect_as_alone(outcome, std::count(errors.begin(), errors.end(), "lost") == 0);
+    if (!is_apart) expect_as_alone(outcome, std::count(errors.begin(), errors.end(), "lost") == 0);
     if (first == nullptr) first = &outcome;
+    EXPECT_EQ(outcome.evaluated, first->evaluated);
     EXPECT_TRUE(equal_bits(outcome.weights, first->weights));
     EXPECT_EQ(outcome.losses, first->losses);
   }
@@ -217,7 +224,7 @@ void run(unsigned seed) {
     EXPECT_TRUE(std::filesystem::exists(drawn.program.folder / name)) << name;
     if (first == nullptr || !std::filesystem::exists(drawn.program.folder / name)) continue;
     // A file that was being written when the workers changed is of a later step.
-    if (drawn.program.in_background && changes) continue;
+    if ((drawn.program.in_background && changes) || is_apart) continue;
     EXPECT_LE(largest_difference(weights_in(drawn.program.folder / name, first->weights),
                                  weights_in(alone().folder / name, first->weights)),
               kNear)
@@ -225,13 +232,18 @@ void run(unsigned seed) {
   }
 }
 
-TEST(SimulatedFits, AsOneProcessWhoeverIsLostLeavesOrComes) {
+void run_all(bool is_apart) {
   const char* const programs = std::getenv("LOCKSTEP_PROGRAMS");
   const char* const seed = std::getenv("LOCKSTEP_SEED");
-  if (seed != nullptr) return run(static_cast<unsigned>(std::stoul(seed)));
-  for (int i = 0; i < (programs == nullptr ? 40 : std::atoi(programs)) && !HasFailure(); ++i)
-    run(static_cast<unsigned>(i));
+  if (seed != nullptr) return run(static_cast<unsigned>(std::stoul(seed)), is_apart);
+  for (int i = 0; i < (programs == nullptr ? 40 : std::atoi(programs)) && !testing::Test::HasFailure(); ++i)
+    run(static_cast<unsigned>(i), is_apart);
 }
+
+TEST(SimulatedFits, AsOneProcessWhoeverIsLostLeavesOrComes) { run_all(/*is_apart=*/false); }
+
+// Values and logs are the same on all that remain, also where workers differ between meetings.
+TEST(SimulatedFits, WorkersApartComeTogetherWhoeverIsLostLeavesOrComes) { run_all(/*is_apart=*/true); }
 
 }  // namespace
 }  // namespace lockstep

@@ -5,108 +5,40 @@
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
 #include "lockstep/train/saving_callbacks.h"
+#include "tests/plain_groups.h"
 #include "tests/workers.h"
 
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kBatchOfAll = 8, kExamplesOfAll = 29;  // the last batch of an epoch has 5
 constexpr int kEpochsApart = 3;
 
-Dataset examples_of_all() {
-  auto generator = at::detail::createCPUGenerator(4);
-  const auto x = at::randn({kExamplesOfAll, 6}, generator, at::kDouble);
-  const auto y = at::randint(3, {kExamplesOfAll}, generator, at::kLong);
-  return Dataset::from_tensor_slices(x, y).batch(kBatchOfAll);
-}
-
-Optimizer adam() { return Adam({.learning_rate = 0.02, .epsilon = 1e-3}); }
-
-// The first of a worker's rows, of `rows` that `workers` divide: the first ones get one more.
-std::int64_t first_row(std::int64_t rows, int worker, int workers) {
-  return rows / workers * worker + std::min<std::int64_t>(worker, rows % workers);
-}
-
-// The groups' models, and the outer step by its formula.
-class PlainGroups {
- public:
-  PlainGroups(int groups, int workers, const DiLoCoOptions& options, const std::string& initial)
-      : workers_(workers), options_(options) {
-    const auto scope = strategy_.scope();
-    for (int group = 0; group < groups; ++group) {
-      models_.push_back(make_model(at::kDouble, adam()));
-      models_.back().load_weights(initial);
-    }
-    anchors_ = weights_of(models_[0]);
-    for (const auto& anchor : anchors_) velocities_.push_back(at::zeros_like(anchor));
-  }
-
-  void train_epoch() {
-    auto batches = examples_of_all().iterate();
-    while (const auto batch = batches.next()) {
-      const auto groups = static_cast<int>(models_.size()), of_group = workers_ / groups;
-      for (int group = 0; group < groups; ++group) {
-        const auto begin = first_row(batch->x.size(0), group * of_group, workers_);
-        const auto end = first_row(batch->x.size(0), (group + 1) * of_group, workers_);
-        if (begin == end) continue;
-        models_[static_cast<std::size_t>(group)].train_on_batch(
-            {batch->x.slice(0, begin, end), batch->y.slice(0, begin, end)});
-      }
-      if (++steps_ % options_.steps == 0) meet();
-    }
-    if (steps_ % options_.steps != 0) meet();
-    steps_ = 0;
-  }
-
-  const std::vector<Tensor>& values() const { return anchors_; }
-
- private:
-  void meet() {
-    const at::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < anchors_.size(); ++i) {
-      auto delta = at::zeros_like(anchors_[i]);
-      for (const auto& model : models_) delta += (anchors_[i] - weights_of(model)[i]) / models_.size();
-      velocities_[i] = options_.momentum * velocities_[i] + delta;
-      anchors_[i] = anchors_[i] - options_.learning_rate * (delta + options_.momentum * velocities_[i]);
-      for (const auto& model : models_) unwrap(model.module()).assign(i, anchors_[i]);
-    }
-  }
-
-  const OneDeviceStrategy strategy_{"cpu:0", 1};
-  const int workers_;
-  const DiLoCoOptions options_;
-  std::vector<Sequential> models_;
-  std::vector<Tensor> anchors_, velocities_;
-  std::int64_t steps_ = 0;
-};
-
-std::string saved_initial() {
-  const auto path = (fresh_folder("workers_apart", "initial") / "weights").string();
-  const OneDeviceStrategy strategy("cpu:0", 1);
-  const auto scope = strategy.scope();
-  make_model(at::kDouble, adam()).save_weights(path);
-  return path;
-}
-
 TEST(WorkersApart, FitIsAPlainLoopOverGroups) {
-  const auto initial = saved_initial();
+  const auto initial = saved_initial("workers_apart");
   const std::vector<DiLoCoOptions> kinds{local_sgd(3), {.steps = 2}, {.steps = 50}};
   for (const auto& options : kinds) {
-    for (const auto& [workers, per_group, replicas] :
-         {std::tuple(2, 1, 1), std::tuple(2, 1, 2), std::tuple(4, 2, 1), std::tuple(4, 1, 1), std::tuple(4, 4, 1)}) {
-      SCOPED_TRACE(text(workers, " workers in groups of ", per_group, ", ", replicas, " replicas, ", options.steps));
+    for (const auto& [workers, per_group, replicas, elastic] :
+         {std::tuple(2, 1, 1, false), std::tuple(2, 1, 2, false), std::tuple(4, 2, 1, false),
+          std::tuple(4, 1, 1, false), std::tuple(4, 4, 1, false), std::tuple(3, 1, 1, true),
+          std::tuple(2, 1, 2, true)}) {
+      SCOPED_TRACE(text(workers, " workers in groups of ", per_group, ", ", replicas, " replicas, ", options.steps,
+                        elastic ? " elastic" : ""));
       PlainGroups plain(workers / per_group, workers, options, initial);
       for (int epoch = 0; epoch < kEpochsApart; ++epoch) plain.train_epoch();
       const auto train = [&](const MultiWorkerMirroredStrategy& strategy) {
         const auto scope = strategy.scope();
-        auto model = make_model(at::kDouble, adam());
+        auto model = make_model(at::kDouble, adam_of_groups());
         model.load_weights(initial);
         model.fit(examples_of_all(), {.epochs = kEpochsApart, .verbose = 0});
         for (int replica = 0; replica < replicas; ++replica)
           EXPECT_LT(largest_difference(weights_of(model, replica), plain.values()), 1e-9);
       };
-      expect_no_errors(run_workers(
-          {.workers = workers, .replicas = replicas, .diloco = options, .workers_per_group = per_group}, train));
+      expect_no_errors(run_workers({.workers = workers,
+                                    .replicas = replicas,
+                                    .elastic = elastic,
+                                    .diloco = options,
+                                    .workers_per_group = per_group},
+                                   train));
     }
   }
 }
@@ -119,7 +51,7 @@ TEST(WorkersApart, ARestoredFitHasTheSameBits) {
     const auto fit = [&](const MultiWorkerMirroredStrategy& strategy, bool again) {
       const auto scope = strategy.scope();
       set_random_seed(5);
-      auto model = make_model(at::kFloat, adam());
+      auto model = make_model(at::kFloat, adam_of_groups());
       if (again) model.load_checkpoint((folder / "full_2").string());
       const auto to_float = [](Example example) {
         example.x = example.x.to(at::kFloat);
@@ -146,7 +78,7 @@ TEST(WorkersApart, SavingBetweenMeetingsIsRefusedOnAllWorkers) {
   const auto folder = fresh_folder("workers_apart", "between");
   const auto errors = run_workers({.workers = 2, .diloco = DiLoCoOptions{.steps = 3}}, [&](const auto& strategy) {
     const auto scope = strategy.scope();
-    auto model = make_model(at::kDouble, adam());
+    auto model = make_model(at::kDouble, adam_of_groups());
     model.fit(examples_of_all(),
               {.verbose = 0, .callbacks = {ModelCheckpoint((folder / "{batch}").string(), {.save_freq = 2})}});
   });
@@ -155,10 +87,10 @@ TEST(WorkersApart, SavingBetweenMeetingsIsRefusedOnAllWorkers) {
 
 // Values that all workers load between two meetings are those from which they go on.
 TEST(WorkersApart, LoadedWeightsAreKept) {
-  const auto initial = saved_initial();
+  const auto initial = saved_initial("workers_apart");
   expect_no_errors(run_workers({.workers = 2, .diloco = DiLoCoOptions{.steps = 4}}, [&](const auto& strategy) {
     const auto scope = strategy.scope();
-    auto model = make_model(at::kDouble, adam());
+    auto model = make_model(at::kDouble, adam_of_groups());
     auto batches = examples_of_all().iterate();
     for (int step = 0; step < 3; ++step) model.train_on_batch(*batches.next());
     model.load_weights(initial);
@@ -179,7 +111,7 @@ TEST(WorkersApart, ModelsAndDataThatDifferAreRefused) {
   }
   const auto train = [](const MultiWorkerMirroredStrategy& strategy) {
     const auto scope = strategy.scope();
-    auto model = make_model(at::kDouble, adam());
+    auto model = make_model(at::kDouble, adam_of_groups());
     const auto other = [by = strategy.worker_rank()](Example example) {
       if (example.x.size(0) < kBatchOfAll) example.x = example.x + by;  // the last batch
       return example;
@@ -192,7 +124,7 @@ TEST(WorkersApart, ModelsAndDataThatDifferAreRefused) {
 TEST(WorkersApart, WhatNeedsEqualValuesIsRefusedBetweenMeetings) {
   const auto errors = run_workers({.workers = 2, .diloco = DiLoCoOptions{.steps = 3}}, [](const auto& strategy) {
     const auto scope = strategy.scope();
-    auto model = make_model(at::kDouble, adam());
+    auto model = make_model(at::kDouble, adam_of_groups());
     model.train_on_batch(*examples_of_all().iterate().next());
     expect_says(message_of<InvalidArgument>([&] { model.predict(examples_of_all()); }), "differ from rank to rank");
     model.optimizer().meet();
@@ -206,7 +138,7 @@ TEST(WorkersApart, WhatNeedsEqualValuesIsRefusedBetweenMeetings) {
 TEST(WorkersApart, FrozenParametersStay) {
   expect_no_errors(run_workers({.workers = 2, .diloco = DiLoCoOptions{.steps = 2}}, [](const auto& strategy) {
     const auto scope = strategy.scope();
-    auto model = make_model(at::kDouble, adam());
+    auto model = make_model(at::kDouble, adam_of_groups());
     model.fit(examples_of_all(), {.verbose = 0});
     auto module = model.template module<torch::nn::Module>();
     module->parameters()[0].set_requires_grad(false);
@@ -224,7 +156,7 @@ TEST(WorkersApart, AWorkerThatFailsIsHeardAtOnce) {
     const auto errors = run_workers({.workers = 4, .diloco = DiLoCoOptions{.steps = 2}, .workers_per_group = per_group},
                                     [](const auto& strategy) {
                                       const auto scope = strategy.scope();
-                                      auto model = make_model(at::kDouble, adam());
+                                      auto model = make_model(at::kDouble, adam_of_groups());
                                       for (int step = 0; step < 4; ++step) {
                                         if (step == 3 && strategy.worker_rank() == 1)
                                           throw InvalidArgument("as asked for");
@@ -240,7 +172,7 @@ TEST(WorkersApart, BackupsBetweenEpochs) {
   const auto folder = fresh_folder("workers_apart", "backups");
   expect_no_errors(run_workers({.workers = 2, .diloco = DiLoCoOptions{.steps = 2}}, [&](const auto& strategy) {
     const auto scope = strategy.scope();
-    auto model = make_model(at::kDouble, adam());
+    auto model = make_model(at::kDouble, adam_of_groups());
     model.fit(examples_of_all().take(3),
               {.epochs = 4,
                .verbose = 0,
@@ -252,11 +184,11 @@ TEST(WorkersApart, BackupsBetweenEpochs) {
 // The outer step is not left out where a worker is alone.
 TEST(WorkersApart, OneWorkerMakesTheOuterStepToo) {
   std::vector<Tensor> one, two;
-  const auto initial = saved_initial();
+  const auto initial = saved_initial("workers_apart");
   for (const int workers : {1, 2}) {
     expect_no_errors(run_workers({.workers = workers, .diloco = DiLoCoOptions{.steps = 2}}, [&](const auto& strategy) {
       const auto scope = strategy.scope();
-      auto model = make_model(at::kDouble, adam());
+      auto model = make_model(at::kDouble, adam_of_groups());
       model.load_weights(initial);
       for (int step = 0; step < 4; ++step) {
         const auto x = at::arange(12, at::kDouble).view({2, 6}).sin(), y = at::ones({2}, at::kLong);
@@ -272,7 +204,7 @@ TEST(WorkersApart, OneWorkerMakesTheOuterStepToo) {
 TEST(WorkersApart, AnEarlierOptimizerOfTheModelIsRefused) {
   const auto errors = run_workers({.workers = 2, .diloco = DiLoCoOptions{.steps = 4}}, [](const auto& strategy) {
     auto net = strategy.replicate([] { return torch::nn::Linear(3, 1); });
-    const auto first = strategy.optimizer(adam(), net), second = strategy.optimizer(adam(), net);
+    const auto first = strategy.optimizer(adam_of_groups(), net), second = strategy.optimizer(adam_of_groups(), net);
     for (const auto& optimizer : {second, first}) {
       strategy.run(
           [&](ReplicaContext& replica, torch::nn::Linear& own) {
@@ -289,7 +221,17 @@ TEST(WorkersApart, OptionsThatDoNotGoTogetherAreRefused) {
   const auto diloco = DiLoCoOptions{.steps = 4};
   expect_says(says({.workers = 3, .diloco = diloco, .workers_per_group = 2}), "3 workers cannot be divided");
   expect_says(says({.workers_per_group = 2}), "workers_per_group is for `diloco`");
-  expect_says(says({.elastic = true, .diloco = diloco}), "`diloco` is not for `elastic`");
+  expect_says(says({.workers = 4, .elastic = true, .diloco = diloco, .workers_per_group = 2}),
+              "workers_per_group is 2; with `diloco` and `elastic` it must be 1");
+  expect_says(says({.elastic = true, .diloco = DiLoCoOptions{.steps = 4, .parts = 2}}),
+              "diloco->parts is 2; with `diloco` and `elastic` it must be 1");
+  expect_says(says({.elastic = true, .diloco = DiLoCoOptions{.steps = 4, .overlap = 1}}),
+              "diloco->overlap is 1; with `diloco` and `elastic` it must be 0");
+  expect_says(
+      message_of<InvalidArgument>([&] {
+        MultiWorkerMirroredStrategy({.elastic = ElasticOptions{.worker_batch = WorkerBatch()}, .diloco = diloco});
+      }),
+      "`diloco` is not for elastic.worker_batch");
   expect_says(says({.shard_optimizer_state = true, .diloco = diloco}), "`diloco` is not for shard_optimizer_state");
   expect_says(says({.diloco = DiLoCoOptions{.steps = 0}}), "DiLoCo: steps is 0");
   expect_says(says({.communication = {.gradient_dtype = DType::int8}, .diloco = diloco}), "workers send no gradients");
@@ -299,7 +241,7 @@ TEST(WorkersApart, OptionsThatDoNotGoTogetherAreRefused) {
       "implementation nccl is for gradients on GPUs");
   const auto with_loss_scale = [](const MultiWorkerMirroredStrategy& strategy) {
     const auto scope = strategy.scope();
-    make_model(at::kFloat, LossScaleOptimizer(adam()));
+    make_model(at::kFloat, LossScaleOptimizer(adam_of_groups()));
   };
   expect_says(run_workers({.diloco = diloco}, with_loss_scale)[0], "not for a LossScaleOptimizer");
 }

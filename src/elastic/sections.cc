@@ -40,7 +40,7 @@ struct Sections::Report {
 
 void Sections::run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish) {
   begin();
-  has_joined_ = false;
+  may_have_begun_ = false;
   while (true) {
     Change change;
     try {
@@ -68,7 +68,7 @@ Sections::Numbers Sections::call(const std::function<Numbers()>& act) {
 }
 
 void Sections::begin() {
-  if (!has_joined_) updated = false;
+  if (!may_have_begun_) updated = false;
   steps_before_ = member_.steps() - (updated ? 1 : 0);
   updates_before_ = member_.updates() - (updated ? 1 : 0);
 }
@@ -153,9 +153,11 @@ void Sections::catch_up(int size_before, const std::function<void(const Numbers&
     }
   }
   if (!is_newcomer_) {
-    updated = !is_behind && std::any_of(reports.begin(), reports.end(),
-                                        [&](const auto& report) { return !lacks(report) && report.updated; });
-    if (!is_behind) member_.set_steps(steps_before_ + (updated ? 1 : 0));
+    updated = std::any_of(reports.begin(), reports.end(),
+                          [&](const auto& report) { return !lacks(report) && report.updated; });
+    may_have_begun_ = may_have_begun_ || is_behind || !finish;
+    member_.set_steps(steps_before_ + (updated ? 1 : 0));
+    if (updated && member_.updates() == updates_before_) member_.skip_update();
   }
   share_all(reports);
   member_.on_regrouped(size_before, updated);
@@ -212,7 +214,7 @@ void Sections::share_all(const std::vector<Report>& reports) {
   member_.take_all(state.substr(end + 1), part);
   completed_.count = completed;
   is_newcomer_ = false;
-  has_joined_ = true;
+  may_have_begun_ = true;
   begin();
 }
 

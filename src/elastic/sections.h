@@ -41,6 +41,10 @@ class Member {
   virtual std::string print_update() = 0;
   virtual void take_update(const std::string& printed) = 0;
 
+  // Called where others have made the section's update and this member has not, nor has it taken the update. For
+  // members that each make updates of their own: counts one, and goes on without.
+  virtual void skip_update() {}
+
   // Print the state with which a newcomer goes on as this member, between sections. print_part: the state of this
   // member's part of a model, for a newcomer with the same part.
   virtual std::string print_all() = 0;
@@ -82,7 +86,8 @@ class Sections {
   void run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish);
 
   // True once the section's update of the model is made: here, or on another member whose state this one then got. Set
-  // by act(). False when a section begins, but for a newcomer's first one, which others may have begun.
+  // by act(). False when a section begins that others cannot have begun: not so after a newcomer has come, or members
+  // have regrouped between sections.
   bool updated = false;
 
   // Changes the membership after a section in which all members agreed on it; then a member that leaves has left.
@@ -109,8 +114,8 @@ class Sections {
 
   Member& member_;
   Completed& completed_;
-  bool is_newcomer_ = false;       // it has no state yet
-  bool has_joined_ = false;        // a newcomer that has begun no section since
+  bool is_newcomer_ = false;     // it has no state yet
+  bool may_have_begun_ = false;  // others may have begun the next section, and `updated` says whether it has its update
   std::int64_t steps_before_ = 0;  // before the section
   std::int64_t updates_before_ = 0;
 };

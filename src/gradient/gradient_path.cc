@@ -56,16 +56,17 @@ std::unique_ptr<gradient::Reduction> reduction_for(ReplicatedParameters& paramet
     return std::make_unique<gradient::Direct>(parameters);
   }
   const bool are_summed = parameters.is_split() && parameters.split()->sums_in_backward();
-  if (ranks.size() > 1 || (options.elastic && !are_summed)) {
+  const bool may_get_others = options.elastic && !are_summed && !options.diloco;
+  if (ranks.size() > 1 || may_get_others) {
     if (const auto& own = optimizer.options().gradient_ranks) {
       return std::make_unique<gradient::Bucketed>(
           parameters, ranks,
           gradient::BucketedOptions{.buckets = {.gradient_dtype = own->gradient_dtype}, .sum = own->sum});
     }
   }
-  if (options.shard_state && (ranks.size() > 1 || options.replicas || (options.elastic && !are_summed)))
+  if (options.shard_state && (ranks.size() > 1 || options.replicas || may_get_others))
     return reduction_with_sharded_state(parameters, ranks, options);
-  if (ranks.size() > 1 || options.replicas || (options.elastic && !are_summed)) {
+  if (ranks.size() > 1 || options.replicas || may_get_others) {
     return std::make_unique<gradient::Bucketed>(
         parameters, ranks, gradient::BucketedOptions{.buckets = options.buckets, .replicas = options.replicas});
   }
@@ -129,17 +130,19 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
       regroups_(parameters_->topology().all.regroups()) {
   if (options.devices) traced_update_.emplace(*parameters_, updater_, *options.devices);
   if (options.elastic) {
-    const auto& same_parts = parameters_->is_split() ? parameters_->topology().same_part : ranks_;
-    moving_state_.emplace(parameters_, same_parts, reduction_->ownership(), !options.elastic->is_newcomer);
+    const auto& topology = parameters_->topology();
+    const auto& same_parts = parameters_->is_split() ? topology.same_part : options.diloco ? topology.all : ranks_;
+    moving_state_.emplace(parameters_, same_parts, reduction_->ownership(), !options.elastic->is_newcomer,
+                          /*trains_apart=*/options.diloco.has_value());
   }
-  if (options.diloco) begin_apart(*options.diloco);
+  if (options.diloco) begin_apart(options);
   if (!is_prepared_at_once(*parameters_, ranks_, options)) return;
   hooks_.install();
   prepared_ = true;
 }
 
 // All begin with the chief's values: after an earlier optimizer's last meeting they may differ.
-void GradientPath::begin_apart(const DiLoCoOptions& options) {
+void GradientPath::begin_apart(const gradient::GradientPathOptions& options) {
   if (updater_.loss_scale().used()) {
     throw InvalidArgument(
         "`diloco` is not for a LossScaleOptimizer, whose scale would differ between workers: bfloat16 needs none");
@@ -152,7 +155,8 @@ void GradientPath::begin_apart(const DiLoCoOptions& options) {
   for (const auto dtype : {at::kFloat, at::kDouble}) values.push_back(parameters_->flat(0, dtype));
   broadcast(parameters_->topology().all.with_purpose(Purpose("the values with which workers begin")), values);
   parameters_->spread_first_copy();
-  outer_ = std::make_shared<gradient::OuterStep>(trained, parameters_->topology().meetings, options, "variables");
+  outer_ = std::make_shared<gradient::OuterStep>(trained, parameters_->topology().meetings, *options.diloco,
+                                                 "variables", !(options.elastic && options.elastic->is_newcomer));
   std::vector<std::size_t> number(parameters_->slots().size());  // [slot]: among those that are trained
   for (std::size_t i = 0, next = 0; i < number.size(); ++i) {
     number[i] = next;
@@ -175,7 +179,20 @@ void GradientPath::begin_apart(const DiLoCoOptions& options) {
 void GradientPath::meet() {
   if (!outer_) return;
   outer_->meet();
+  spread_meeting();
+}
+
+void GradientPath::come_together() {
+  if (!outer_) return;
+  outer_->come_together();
+  spread_meeting();
+}
+
+// In an elastic job a meeting is a section. Who completes the section must know that all have met, also where there was
+// nothing to send.
+void GradientPath::spread_meeting() {
   parameters_->spread_first_copy();
+  if (moving_state_) parameters_->topology().all.any(false);
 }
 
 // Each replica calls it at the end of a step, when its update is complete.
@@ -290,6 +307,9 @@ void GradientPath::regroup() {
   parameters_->regroup();
   if (prepared_) reduction_->prepare();
   moving_state_->move(updater_);
+  if (!outer_) return;
+  outer_->regroup();
+  parameters_->spread_first_copy();
 }
 
 void GradientPath::complete_update() {
@@ -340,7 +360,7 @@ void GradientPath::replace_differing_copies() {
 
 bool GradientPath::can_be_recorded() const {
   return parameters_->placement() == gradient::Placement::device && parameters_->replicas() == 1 &&
-         !updater_.loss_scale().used() && ranks_.size() == 1;
+         !updater_.loss_scale().used() && ranks_.size() == 1 && !outer_;
 }
 
 void GradientPath::update_recorded(const Group& replicas, double weight, Deadline deadline) {

@@ -109,16 +109,24 @@ class GradientPath {
     if (moving_state_) moving_state_->tell_restored();
   }
 
-  // Updates, and steps that made none since their gradients were not finite.
-  std::int64_t decided_steps() const { return updater_.iterations() + updater_.loss_scale().skipped(); }
+  // Updates, and steps that made none since their gradients were not finite. Where processes train by themselves:
+  // steps, which are equally many on all, also where one had no examples.
+  std::int64_t decided_steps() const {
+    return outer_ ? outer_->steps() : updater_.iterations() + updater_.loss_scale().skipped();
+  }
   bool completes_updates() const { return updater_.commits(); }
 
   // True where each process has a part of the optimizer's state, which may be lost with some processes.
   bool divides_state() const { return reduction_->ownership().is_sharded(); }
 
   // For processes that train by themselves (GradientPathOptions::diloco): a meeting now, after which all values are
-  // equal. Does nothing for others. Collective over the workers, between steps.
+  // equal. Do nothing for others. Collective over the workers, between steps. After come_together the next meetings
+  // come when they would have come without it.
   void meet();
+  void come_together();
+  void skip_step() {  // counts a step that other processes have made, each by itself, and this one leaves out
+    if (outer_) outer_->skip_step();
+  }
   gradient::OuterStep* outer_step() const { return outer_.get(); }  // null for others
 
   // For steps that are recorded and replayed (Placement::device, no scaled loss). update_recorded enqueues what `apply`
@@ -141,7 +149,8 @@ class GradientPath {
   std::int64_t compare_copies_every() const { return compare_copies_every_; }
 
  private:
-  void begin_apart(const DiLoCoOptions& options);
+  void begin_apart(const gradient::GradientPathOptions& options);
+  void spread_meeting();
   void step_outside(const Group& replicas, Deadline deadline);
   void count_update();
   void move_loss_scale(bool finite);

@@ -69,8 +69,8 @@ at::Tensor state_in(const Updater::States& states, const Shard& part, std::size_
 }  // namespace
 
 MovingState::MovingState(std::shared_ptr<ReplicatedParameters> parameters, Communicator ranks,
-                         const Ownership& ownership, bool has_state)
-    : parameters_(std::move(parameters)), ranks_(std::move(ranks)) {
+                         const Ownership& ownership, bool has_state, bool trains_apart)
+    : parameters_(std::move(parameters)), ranks_(std::move(ranks)), trains_apart_(trains_apart) {
   if (has_state) place_ = Place{.version = 0, .rank = ranks_.rank(), .held = ownership.held()};
 }
 
@@ -78,12 +78,22 @@ void MovingState::move(Updater& updater) {
   const at::NoGradGuard no_grad;
   const auto all = gather_versions();
   if (parameters_->topology().all.any(is_lost_)) return lose_state(updater, all, kSomePart);  // some do not know
-  if (updater.ownership().is_sharded()) return divide_anew(updater, all);
-  // Processes that have the state have all of it, and keep it.
+  updater.ownership().is_sharded() ? divide_anew(updater, all) : copy_whole_state(updater, all);
+}
+
+// Processes that have the state have all of it, and keep it.
+void MovingState::copy_whole_state(Updater& updater, const std::vector<Versions>& all) {
+  newest_of_any(all);  // throws where nobody has it
   ShardsOfRanks had(all.size(), parameters_->trainable()), needed = had;
   for (std::size_t rank = 0; rank < all.size(); ++rank) (all[rank].empty() ? had : needed)[rank].clear();
-  newest_of_any(all);  // throws where nobody has it
+  const auto has_none = [](const Versions& versions) { return versions.empty(); };
+  const auto first = std::ranges::find_if_not(all, has_none) - all.begin();
+  if (trains_apart_) std::fill(had.begin() + first + 1, had.end(), std::vector<Shard>());
   transfer(moves_between(had, needed).moves, updater.states(), updater.states());
+  if (trains_apart_ && std::ranges::any_of(all, has_none)) {  // the number belongs to the state
+    const auto iterations = ranks_.broadcast(std::to_string(updater.iterations()), static_cast<int>(first));
+    if (!place_) updater.set_iterations(std::stoll(iterations));
+  }
   if (!place_) parameters_->spread_first_copy();
   place_ = Place{.rank = ranks_.rank(), .held = {}};
 }

@@ -23,9 +23,10 @@ namespace lockstep::gradient {
 // One thread, between steps.
 class MovingState {
  public:
-  // `ownership`: the first one. `has_state`: false in a newcomer, which gets it from the others.
+  // `ownership`: the first one. `has_state`: false in a newcomer, which gets it from the others. `trains_apart`: each
+  // process has a state and values of its own, so a newcomer gets all of them from one process.
   MovingState(std::shared_ptr<ReplicatedParameters> parameters, Communicator ranks, const Ownership& ownership,
-              bool has_state);
+              bool has_state, bool trains_apart = false);
 
   // Brings each process the state and the values that it needs now, from all that have them in parallel. Called when
   // the updater's ownership has changed and all that have the state have made the same updates. Collective.
@@ -46,6 +47,7 @@ class MovingState {
   };
   using Versions = std::map<std::int64_t, int>;  // of one process: its rank in each
 
+  void copy_whole_state(Updater& updater, const std::vector<Versions>& all);
   void divide_anew(Updater& updater, const std::vector<Versions>& all);
   void lose_state(Updater& updater, const std::vector<Versions>& all, const std::string& what);
   std::string names_of(const std::vector<Shard>& lost) const;
@@ -56,6 +58,7 @@ class MovingState {
 
   const std::shared_ptr<ReplicatedParameters> parameters_;
   const Communicator ranks_;
+  const bool trains_apart_;
   bool is_lost_ = false;                                     // what it had; it has loaded nothing since
   std::optional<Place> place_;                               // of the updater's states; none: it has nothing
   std::optional<std::pair<Place, Updater::States>> before_;  // which not all are known to have given up

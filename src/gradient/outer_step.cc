@@ -34,8 +34,8 @@ std::string describe(const DiLoCoOptions& options) {
 }
 
 OuterStep::OuterStep(const std::vector<at::Tensor>& parameters, Communicator ranks, DiLoCoOptions options,
-                     std::string called)
-    : ranks_(std::move(ranks)), options_(options), called_(std::move(called)) {
+                     std::string called, bool has_state)
+    : ranks_(std::move(ranks)), options_(options), called_(std::move(called)), has_state_(has_state) {
   check(options_);
   const at::NoGradGuard no_grad;
   std::int64_t all = 0, before = 0;
@@ -58,12 +58,16 @@ OuterStep::OuterStep(const std::vector<at::Tensor>& parameters, Communicator ran
   }
 }
 
-OuterStep::~OuterStep() {
+OuterStep::~OuterStep() { end_work(); }
+
+// Ends exchanges, whose results are not used.
+void OuterStep::end_work() {
   for (auto& part : parts_) {
     try {
       if (part.work) part.work->wait();
     } catch (const Error&) {
     }
+    part.work.reset();
   }
 }
 
@@ -93,11 +97,15 @@ void OuterStep::complete(Piece& piece) const {
   }
   if (!options_.dtype || piece.anchor.scalar_type() != at::kFloat) return;
   if (options_.dtype == DType::int8) {
-    piece.in_8_bits =
-        std::make_unique<EightBitMean>(ranks_.rank(), piece.anchor.numel(), ranks_.size(), piece.anchor.device());
+    make_eight_bit_mean(piece);
   } else {
     piece.sent = at::empty_like(piece.anchor, at::TensorOptions(at::kBFloat16));
   }
+}
+
+void OuterStep::make_eight_bit_mean(Piece& piece) const {
+  piece.in_8_bits =
+      std::make_unique<EightBitMean>(ranks_.rank(), piece.anchor.numel(), ranks_.size(), piece.anchor.device());
 }
 
 bool OuterStep::advance() {
@@ -120,14 +128,17 @@ bool OuterStep::advance() {
   return changed;
 }
 
-void OuterStep::meet() {
+void OuterStep::come_together() {
   if (is_together_) return;
   for (auto& part : parts_) {
     if (part.work) end(part, options_.mixing);
   }
+  bring_together(/*factor=*/1);
+}
+
+void OuterStep::bring_together(double factor) {
   for (auto& part : parts_) begin(part);
-  for (auto& part : parts_) end(part, /*mixing=*/0);
-  since_ = 0;
+  for (auto& part : parts_) end(part, /*mixing=*/0, factor);
   is_together_ = true;
 }
 
@@ -162,14 +173,19 @@ void OuterStep::begin(Part& part) {
   part.work = ranks_.group().start(average, device, ranks_.deadline());
 }
 
-void OuterStep::end(Part& part, double mixing) {
+// `factor`: of the mean over all ranks.
+void OuterStep::end(Part& part, double mixing, double factor) {
   const at::NoGradGuard no_grad;
   if (part.work) part.work->wait();
   part.work.reset();
+  // Where the exchange failed on a GPU, what was received has no meaning, and must not be used.
+  if (!part.pieces.empty() && part.pieces[0].delta.is_cuda()) ranks_.group().synchronize(ranks_.deadline());
   for (auto& piece : part.pieces) {
+    if (factor != 1) piece.delta.mul_(factor);
     for (auto& variable : piece.variables) move_anchor(variable);
     set_values(piece, mixing);
   }
+  ++meetings_;
 }
 
 void OuterStep::move_anchor(Variable& variable) const {

@@ -35,8 +35,10 @@ std::string describe(const DiLoCoOptions& options);
 class OuterStep {
  public:
   // `parameters`: float or double, with the same values on all ranks. Their memory may be replaced, but not their
-  // shapes. `called`: for messages and timelines.
-  OuterStep(const std::vector<at::Tensor>& parameters, Communicator ranks, DiLoCoOptions options, std::string called);
+  // shapes. `called`: for messages and timelines. `has_state`: false on a rank that comes to others, from whom it gets
+  // the state in its first `regroup`.
+  OuterStep(const std::vector<at::Tensor>& parameters, Communicator ranks, DiLoCoOptions options, std::string called,
+            bool has_state = true);
   ~OuterStep();
   OuterStep(const OuterStep&) = delete;
   OuterStep& operator=(const OuterStep&) = delete;
@@ -45,7 +47,27 @@ class OuterStep {
   bool advance();
 
   // As DiLoCo::meet. The steps to the next meetings are counted from here.
-  void meet();
+  void meet() {
+    come_together();
+    since_ = 0;
+  }
+
+  // As `meet`, but the next meetings come when they would have come without this one.
+  void come_together();
+
+  // For options of one part and no overlap: a meeting of the ranks that have the state, after the ranks' Communicator
+  // has got another Group. Collective. Its mean is over the ranks that have made steps since their last meeting: a rank
+  // that was lost takes its own along. A meeting may have broken off on some ranks alone. These, and ranks without
+  // state, take the state of a rank that has completed the meeting. Afterwards values are equal on all, and the next
+  // meetings come when they would have come. Throws ClusterError where no rank has the state. Throws what the Group
+  // throws; then `regroup` is called for the next Group.
+  void regroup();
+
+  // Counts a step that other ranks have made and this one leaves out.
+  void skip_step();
+
+  // The counts of steps, for a rank that comes later. Not collective. This object must outlive it.
+  Trackable counts();
 
   // True where all values are those of a meeting, with the same bits on all ranks.
   bool is_together() const { return is_together_; }
@@ -88,8 +110,12 @@ class OuterStep {
   static void add_to(std::vector<Piece>& pieces, const at::Tensor& parameter);
   static void set_values(Piece& piece, double mixing);
   void complete(Piece& piece) const;
+  void make_eight_bit_mean(Piece& piece) const;
+  void end_work();
+  void bring_together(double factor);
   void begin(Part& part);
-  void end(Part& part, double mixing);
+  void end(Part& part, double mixing, double factor = 1);
+  void take_state_of(int rank, bool lacks, std::int64_t meetings);
   void move_anchor(Variable& variable) const;
   std::vector<std::pair<std::string, at::Tensor>> shared() const;
   at::Tensor lost() const;
@@ -102,7 +128,9 @@ class OuterStep {
   std::vector<Part> parts_;
   std::vector<Place> places_;           // [parameter]
   std::int64_t steps_ = 0, since_ = 0;  // in all, and since `meet`
+  std::int64_t meetings_ = 0;           // completed here; a part's meeting counts
   bool is_together_ = true;
+  bool has_state_;
 };
 
 }  // namespace lockstep::gradient

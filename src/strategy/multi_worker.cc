@@ -13,6 +13,22 @@ namespace {
 
 std::size_t bytes_of(double megabytes) { return static_cast<std::size_t>(megabytes * 1024 * 1024); }
 
+// Each worker that remains must be able to go on, and all to bring their variables together at any step.
+void check_elastic_diloco(const MultiWorkerMirroredOptions& options) {
+  const auto require_with_elastic = [](const char* name, auto value, auto allowed) {
+    if (value == allowed) return;
+    throw InvalidArgument(text("MultiWorkerMirroredStrategy: ", name, " is ", value,
+                               "; with `diloco` and `elastic` it must be ", allowed));
+  };
+  require_with_elastic("workers_per_group", options.workers_per_group, 1);
+  require_with_elastic("diloco->parts", options.diloco->parts, 1);
+  require_with_elastic("diloco->overlap", options.diloco->overlap, std::int64_t{0});
+  if (!options.elastic->worker_batch) return;
+  throw InvalidArgument(
+      "MultiWorkerMirroredStrategy: `diloco` is not for elastic.worker_batch, whose learning rate follows the number "
+      "of workers: each worker updates by its own examples alone");
+}
+
 void check_diloco(const MultiWorkerMirroredOptions& options) {
   require(options.workers_per_group >= 1, "MultiWorkerMirroredStrategy: workers_per_group", options.workers_per_group,
           "1 or more");
@@ -24,7 +40,7 @@ void check_diloco(const MultiWorkerMirroredOptions& options) {
     refuse(
         "communication.gradient_dtype: with `diloco` workers send no gradients; set diloco->dtype, or "
         "workers_per_group");
-  if (options.elastic) refuse("`diloco` is not for `elastic`: a worker's own progress would be lost with it");
+  if (options.elastic) check_elastic_diloco(options);
   if (options.replace_differing_copies)
     refuse(
         "`diloco` is not for replace_differing_copies: those of one group would get other values than those of others");

@@ -50,6 +50,7 @@ void strategy::check_states(const Archive& archive, const std::string& prefix, c
 
 Trackable strategy::update_of(const std::shared_ptr<ReplicatedParameters>& parameters,
                               const std::shared_ptr<GradientPath>& gradients) {
+  if (gradients->outer_step() != nullptr) return checkpoint::compose({});  // each worker's updates are its own
   if (!gradients->completes_updates()) {
     return checkpoint::compose({{kModel, values_of(parameters, Values::all, Whose::of_this_worker)},
                                 {kOptimizer, ReplicatedOptimizer(gradients).trackable()}});
@@ -68,8 +69,10 @@ Trackable strategy::update_of(const std::shared_ptr<ReplicatedParameters>& param
 
 Trackable strategy::newcomers_part_of(const std::shared_ptr<ReplicatedParameters>& parameters,
                                       const std::shared_ptr<GradientPath>& gradients) {
-  return checkpoint::compose({{kModel, values_of(parameters, Values::untrained, Whose::of_this_worker)},
-                              {kOptimizer, counters_of(gradients)}});
+  checkpoint::Parts parts{{kModel, values_of(parameters, Values::untrained, Whose::of_this_worker)},
+                          {kOptimizer, counters_of(gradients)}};
+  if (auto* const outer = gradients->outer_step()) parts.emplace_back("outer", outer->counts());
+  return checkpoint::compose(std::move(parts));
 }
 
 }  // namespace lockstep

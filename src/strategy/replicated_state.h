@@ -29,7 +29,8 @@ void check_states(const Archive& archive, const std::string& prefix, const Gradi
 Trackable counters_of(const std::shared_ptr<GradientPath>& gradients);
 
 // Returns the state that an update changes, for a worker that lacks it: this worker's values and buffers, and the
-// optimizer's state. Where the optimizer completes its state by itself: its counters alone. Not collective.
+// optimizer's state. Where the optimizer completes its state by itself: its counters alone. Where workers train by
+// themselves: nothing. Not collective.
 Trackable update_of(const std::shared_ptr<ReplicatedParameters>& parameters,
                     const std::shared_ptr<GradientPath>& gradients);
 

@@ -46,6 +46,11 @@ void Workers::abort_apart(const std::string& why) const {
 void Workers::form_groups() {
   const int size = topology_.all.size(), of_group = settings_->per_group;
   if (of_group == 0) return;
+  if (is_elastic()) {  // each trains by itself, whoever comes and goes
+    topology_.gradients = Communicator();
+    topology_.meetings = topology_.all;
+    return;
+  }
   if (size % of_group != 0) {
     throw InvalidArgument(
         text("workers_per_group is ", of_group, "; the ", size, " workers cannot be divided into such groups"));

@@ -102,6 +102,8 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   std::int64_t updates() const override { return unwrap(optimizer_).decided_steps(); }
   bool leaves_in_turn() const override { return unwrap(optimizer_).divides_state(); }
   void use_new_group() override { unwrap(optimizer_).regroup(); }
+  void come_together() override { unwrap(optimizer_).come_together(); }
+  void skip_update() override { unwrap(optimizer_).skip_step(); }
 
   Place place;
 

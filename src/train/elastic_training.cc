@@ -112,10 +112,12 @@ bool ElasticTraining::change(bool leaves) {
   return changed;
 }
 
-// Returns the rows with a worker that was told to end. Collective.
+// Returns the rows with a worker that was told to end. What these have done by themselves is with the others then.
+// Collective.
 std::vector<int> ElasticTraining::rows_that_leave() {
   std::vector<int> leaving;
   const auto gather = [this] {
+    worker_.come_together();
     Numbers told(static_cast<std::size_t>(worker_.peers().size()));
     told[static_cast<std::size_t>(worker_.peers().rank())] = told_to_leave_ ? 1 : 0;
     worker_.peers().sum(told);

@@ -257,7 +257,7 @@ class Fit {
 
   // Lets every callback save, also when another one fails to save.
   void save_at_interrupt() {
-    impl_.gradients->meet();
+    meet();
     each([](Callback& callback) {
       try {
         callback.on_interrupt();
@@ -267,6 +267,16 @@ class Fit {
         log_warning(text("a callback could not save at the interruption: ", error.what()));
       }
     });
+  }
+
+  // Workers that train by themselves bring their variables together.
+  void meet() {
+    if (impl_.gradients->outer_step() == nullptr) return;
+    const auto act = [this] {
+      impl_.gradients->meet();
+      return train::Training::Numbers();
+    };
+    training_->run(act, [](const auto&) {});
   }
 
   void stop_for_lack_of_data() {
@@ -284,7 +294,7 @@ class Fit {
   }
 
   void finish_epoch(int epoch) {
-    impl_.gradients->meet();
+    meet();
     auto logs = impl_.state.tracker->logs();
     steps_->add_to(logs);
     if (options_.validation_data && (epoch + 1) % options_.validation_freq == 0) {

@@ -22,6 +22,8 @@ class FitWorker final : public TrainingWorker {
   std::int64_t updates() const override { return impl_.gradients->decided_steps(); }
   bool leaves_in_turn() const override { return impl_.gradients->divides_state(); }
   void use_new_group() override { impl_.gradients->regroup(); }
+  void come_together() override { impl_.gradients->come_together(); }
+  void skip_update() override { impl_.gradients->skip_step(); }
 
  private:
   Trackable update() override { return strategy::update_of(impl_.parameters, impl_.gradients); }

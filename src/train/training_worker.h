@@ -46,6 +46,9 @@ class TrainingWorker : public elastic::Member {
   // Called where the workers have another Group since the last call: all use the new one from here on. Collective.
   virtual void use_new_group() = 0;
 
+  // Brings the variables of workers that train by themselves together (DiLoCo); does nothing for others. Collective.
+  virtual void come_together() = 0;
+
   // True where workers that were told to leave at once leave one after each step: each may have the only copy of
   // another worker's state.
   virtual bool leaves_in_turn() const = 0;

@@ -90,7 +90,10 @@ struct MultiWorkerMirroredOptions {
   // together after so many steps, at the end of each epoch of fit, and before fit is interrupted: for slow links. In
   // between their variables differ, and saving throws InvalidArgument. A batch is divided among all workers, and a
   // worker updates by the mean over its own part. Checkpoints hold each worker's state of the optimizer. A new
-  // optimizer begins with the chief's variables. Not with `elastic`, shard_optimizer_state and LossScaleOptimizer.
+  // optimizer begins with the chief's variables. Not with shard_optimizer_state and LossScaleOptimizer.
+  //
+  // With `elastic` the workers that remain meet when one is lost, leaves or comes; a lost worker takes along what it
+  // has done since the last meeting. Only with parts 1, overlap 0, workers_per_group 1 and no worker_batch.
   std::optional<DiLoCoOptions> diloco = {};
 
   // With `diloco`: consecutive workers of this number are a group, which sums gradients in each step; it must divide

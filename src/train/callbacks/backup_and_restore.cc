@@ -168,7 +168,7 @@ void BackupAndRestore::on_join() { background_->start(unwrap(model())); }
 
 void BackupAndRestore::on_train_batch_end(std::int64_t batch, const Logs&) {
   if (background_->is_lost(unwrap(model()))) {
-    warn_of_lost(model(), "BackupAndRestore", file_);
+    prepare_again(model(), "BackupAndRestore", file_);
     save_or_warn(model(), "BackupAndRestore", [this] { back_up(/*in_background=*/true); });
   }
   if (!unwrap(model()).fit.passed_multiple(batch + 1, options_.save_freq)) return;

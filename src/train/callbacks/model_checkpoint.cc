@@ -187,7 +187,7 @@ void ModelCheckpoint::finish_writing() {
 }
 
 void ModelCheckpoint::make_again() {
-  warn_of_lost(model(), "ModelCheckpoint", written_);
+  prepare_again(model(), "ModelCheckpoint", written_);
   begin_to_write(written_);
 }
 

@@ -35,7 +35,12 @@ std::string saved_or_why(const Model& model, const char* callback, const auto& s
   return problem;
 }
 
-inline void warn_of_lost(const Model& model, const char* callback, const std::string& path) {
+// Called by all workers before they make a checkpoint again. Those that train by themselves come together for it: the
+// step may be between two meetings.
+inline void prepare_again(const Model& model, const char* callback, const std::string& path) {
+  auto& impl = unwrap(model);
+  if (impl.gradients->outer_step() != nullptr)
+    impl.on_all_in_section(callback, [&] { impl.gradients->come_together(); });
   if (!model.strategy().is_chief()) return;
   log_warning(text(callback, ": ", path, " was not whole when the workers changed: it is made again, of this step"));
 }
