@@ -1,120 +1,12 @@
 // Strategies with a replica on each of several simulated GPUs: the values of as many replicas on CPUs. Gradients,
 // values and the optimizer's state stay on the GPUs.
-#include <ATen/ATen.h>
-#include <gtest/gtest.h>
-#include <lockstep/lockstep.h>
-#include <torch/nn/modules/container/sequential.h>
-#include <torch/nn/modules/linear.h>
-
-#include <atomic>
 #include <barrier>
 #include <limits>
 
-#include "base/expect_says_testing.h"
-#include "base/fresh_folder_testing.h"
-#include "base/text.h"
-#include "tests/simulated_gpu/cuda_runtime.h"
-#include "tests/simulated_gpu/nccl.h"
-#include "tests/workers.h"
+#include "tests/gpu_loop.h"
 
 namespace lockstep {
 namespace {
-
-constexpr double kLargestError = 1e-9;
-constexpr int kLoopSteps = 9, kExamples = 7;
-
-torch::nn::Sequential make_net(at::ScalarType dtype) {
-  torch::nn::Sequential net(torch::nn::Linear(4, 8), torch::nn::Linear(8, 8), torch::nn::Linear(8, 1));
-  net->to(dtype);
-  const at::NoGradGuard no_grad;
-  auto generator = at::detail::createCPUGenerator(5);
-  for (auto& parameter : net->parameters()) parameter.copy_(at::randn(parameter.sizes(), generator, at::kDouble) * 0.4);
-  return net;
-}
-
-Tensor examples(int step) {
-  auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(step));
-  return at::randn({kExamples, 4}, generator, at::kDouble);
-}
-
-// A program's own loop: replica r of n takes rows r, r + n, ...
-class Loop {
- public:
-  Loop(Strategy strategy, const Optimizer& optimizer, at::ScalarType dtype = at::kDouble)
-      : strategy_(std::move(strategy)),
-        net_(strategy_.replicate([dtype] { return make_net(dtype); })),
-        optimizer_(strategy_.optimizer(optimizer, net_)) {}
-
-  // `factor`: of replica 0's loss. `fails`: replica 0 throws instead, while the others compute. `catches`: each
-  // backward fails when it has most gradients, and the step function catches that.
-  void step(const Tensor& x, double factor = 1, bool fails = false, bool catches = false) {
-    const int parts = strategy_.num_replicas_in_sync();
-    std::vector<Tensor> mine;  // on their devices before anything is counted
-    for (std::size_t replica = 0; replica < strategy_.devices().size(); ++replica) {
-      const auto name = strategy_.devices()[replica];
-      const auto rows = at::arange(first_ + static_cast<int>(replica), x.size(0), parts);
-      mine.push_back(x.index_select(0, rows).to(at::Device(name.starts_with("cuda") ? name : "cpu")));
-    }
-    strategy_.run(
-        [&](ReplicaContext& replica, torch::nn::Sequential& net) {
-          const bool is_first = replica.replica_id() == 0;
-          if (fails && is_first) throw InvalidArgument("as asked for");
-          const auto& part = mine[static_cast<std::size_t>(replica.local_replica_id())];
-          const auto target = part.sum(1, true).sin();
-          const auto loss = (net->forward(part) - target).square().sum() * (is_first ? factor : 1);
-          if (!catches) return optimizer_.minimize(replica, loss, static_cast<double>(part.size(0)));
-          auto first = net->parameters()[0];
-          const auto hook = first.register_hook([](const Tensor&) -> Tensor { throw InvalidArgument("as asked for"); });
-          EXPECT_ANY_THROW(optimizer_.minimize(replica, loss, 1));
-          first.remove_hook(hook);
-        },
-        net_);
-  }
-
-  Loop& take_rows_from(int first) {
-    first_ = first;
-    return *this;
-  }
-
-  Tensor values(int replica = 0) {
-    std::vector<Tensor> all;
-    for (const auto& parameter : net_[replica]->parameters()) all.push_back(parameter.detach().cpu().flatten());
-    return at::cat(all);
-  }
-
-  int replicas() const { return static_cast<int>(strategy_.devices().size()); }
-  const ReplicatedOptimizer& optimizer() const { return optimizer_; }
-  Trackable state() const { return optimizer_.trackable(); }
-
- private:
-  Strategy strategy_;
-  Mirrored<torch::nn::Sequential> net_;
-  ReplicatedOptimizer optimizer_;
-  int first_ = 0;
-};
-
-Tensor trained_on_cpu(const Optimizer& optimizer) {
-  Loop loop(OneDeviceStrategy("cpu:0", 1), optimizer);
-  for (int step = 0; step < kLoopSteps; ++step) loop.step(examples(step));
-  return loop.values();
-}
-
-void expect_all_are(Loop& loop, const Tensor& expected) {
-  for (int replica = 0; replica < loop.replicas(); ++replica) {
-    EXPECT_LT((loop.values(replica) - expected).abs().max().item<double>(), kLargestError);
-    EXPECT_TRUE(at::equal(loop.values(replica), loop.values()));
-  }
-}
-
-class GpuStrategies : public testing::TestWithParam<int> {
- protected:
-  void SetUp() override { simulated_gpu_delay(50); }
-  void TearDown() override { simulated_gpu_delay(0); }
-
-  static MirroredStrategy mirrored(CrossDeviceOps ops = CrossDeviceOps::automatic) {
-    return MirroredStrategy({.devices = devices_for(GetParam()), .cross_device_ops = ops, .threads_per_replica = 1});
-  }
-};
 
 std::vector<Optimizer> optimizers() {
   return {SGD({.learning_rate = 0.02, .momentum = 0.9}), Adam({.learning_rate = 0.01, .global_clipnorm = 0.3}),
@@ -182,45 +74,6 @@ TEST_P(GpuStrategies, GradientsThatAreNotFiniteChangeNothingButTheScale) {
   EXPECT_EQ(loop.optimizer().loss_scale(), 32);
   loop.step(examples(2));
   EXPECT_FALSE(at::equal(loop.values(), before));
-}
-
-// Descends by half the gradient. The device rule throws on one GPU when it is told to.
-struct HalfRule final : SpanRule<HalfRule> {
-  std::string name() const override { return "half"; }
-  std::vector<StateSpec> states() const override { return {}; }
-  template <class T>
-  void apply(const UpdateStep&, std::span<T> value, std::span<const T> gradient, std::span<T* const>) const {
-    for (std::size_t i = 0; i < value.size(); ++i) value[i] -= gradient[i] / 2;
-  }
-};
-
-struct HalfOnDevice final : DeviceRule {
-  HalfOnDevice(at::Device its_device, const std::atomic<bool>& is_full) : device(its_device), full(is_full) {}
-  std::vector<double> numbers(const UpdateStep&) const override { return {}; }
-  void update(const DeviceParameters& all, const std::vector<Tensor>&) override {
-    if (full && device.index() == 1) throw InvalidArgument("out of memory, as asked for");
-    for (std::size_t i = 0; i < all.values.size(); ++i) all.values[i].sub_(all.gradients[i] / 2);
-  }
-  const at::Device device;
-  const std::atomic<bool>& full;
-};
-
-TEST_P(GpuStrategies, AnUpdateThatBrokeOffOnOneGpuIsToldUntilAStateIsLoaded) {
-  static std::atomic<bool> full = false;
-  register_device_rule<HalfRule>([](const HalfRule&, const at::TensorOptions& options) {
-    return std::make_unique<HalfOnDevice>(options.device(), full);
-  });
-  Loop loop(mirrored(), Optimizer(std::make_shared<HalfRule>(), {}));
-  loop.step(examples(0));
-  Archive archive;
-  loop.state().save(archive, "optimizer");
-  full = true;
-  expect_says(message_of([&] { loop.step(examples(1)); }), "out of memory, as asked for");
-  full = false;
-  expect_says(message_of([&] { loop.step(examples(2)); }), "an earlier update broke off");
-  expect_says(message_of([&] { loop.step(examples(2)); }), "load both from a checkpoint");
-  loop.state().load(archive, "optimizer")();
-  loop.step(examples(3));
 }
 
 TEST_P(GpuStrategies, SavedStateIsRestoredOnAllReplicasAndOnTheCpu) {

@@ -28,6 +28,8 @@ class EndOfCalls {
   // The first telling counts.
   void tell(bool have_succeeded);
 
+  std::optional<bool> told();
+
  private:
   Mutex mutex_;
   std::optional<bool> told_ LOCKSTEP_GUARDED_BY(mutex_);

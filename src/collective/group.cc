@@ -180,7 +180,8 @@ Work Group::start(std::vector<Call> calls, Deadline deadline) const {
   if (!calls.empty() && collective::is_on_gpu(calls[0])) {
     auto work = std::make_shared<Work::State>();
     const auto enqueued = state_->enqueue(calls, deadline);
-    work->enqueued = {.join = [state = state_, enqueued] { enqueued.join(); }, .done = enqueued.done};
+    work->enqueued = {
+        .join = [state = state_, enqueued] { enqueued.join(); }, .done = enqueued.done, .ended = enqueued.ended};
     return Work(std::move(work));
   }
   auto* const state = state_.get();  // its destructor waits for the progress thread
@@ -201,9 +202,11 @@ Work Group::start(std::function<void(const RunCalls& run)> act, MemoryDevice dev
   };
   if (device.type != MemoryDevice::Type::host) {
     auto work = std::make_shared<Work::State>();
-    act_in_turn(state->take_number(), [state, deadline](const std::vector<Call>& calls) {
+    act_in_turn(state->take_number(), [state, deadline, work](const std::vector<Call>& calls) {
       state->check(calls);
-      state->backend->enqueue(calls, deadline).join();
+      const auto enqueued = state->backend->enqueue(calls, deadline);
+      enqueued.join();
+      work->enqueued.ended = enqueued.ended;
     });
     work->finish(nullptr);
     return Work(std::move(work));

@@ -22,6 +22,12 @@ bool Work::done() const {
   return state_->done;
 }
 
+bool Work::succeeded() const {
+  if (state_->enqueued.ended) return state_->enqueued.ended->told().value_or(false);
+  MutexLock lock(state_->mutex);
+  return state_->done && !state_->error;
+}
+
 void EndOfCalls::then(Listener listener) {
   std::optional<bool> told;
   {
@@ -30,6 +36,11 @@ void EndOfCalls::then(Listener listener) {
     if (!told) listeners_.push_back(std::move(listener));
   }
   if (told) listener(*told);
+}
+
+std::optional<bool> EndOfCalls::told() {
+  MutexLock lock(mutex_);
+  return told_;
 }
 
 void EndOfCalls::tell(bool have_succeeded) {

@@ -89,6 +89,7 @@ void Bucketed::begin_step(int replica) {
   if (is_rank()) return;
   auto& rank = rank_of(replica);
   rank.make_buckets();
+  if (rank.take_lost_update()) lost_update_ = true;
   if (rank.is_clean()) return;
   throw Error(
       "a step broke off on this replica after others had begun to sum its gradients: let its exception leave "
@@ -159,12 +160,16 @@ void Bucketed::publish(const Group& replicas, Deadline deadline) {
 
 // Brings a replica that has its values on its GPU those of all ranks' shards.
 void Bucketed::gather_copy(int replica) const {
-  const auto& rank = rank_of(replica);
+  auto& rank = rank_of(replica);
   for (const auto& bucket : scattered_) {
     const auto& first = parameters_.slots()[rank.trainable()[bucket.first_slot]];
     const auto count = std::accumulate(bucket.cut.counts.begin(), bucket.cut.counts.end(), std::size_t{0});
     const auto values = parameters_.flat(replica, first.dtype);
-    gather_in_place(rank.ranks(), values.narrow(0, first.offset, static_cast<std::int64_t>(count)), bucket.cut.counts);
+    const auto whole = values.narrow(0, first.offset, static_cast<std::int64_t>(count));
+    const auto gathering =
+        rank.ranks().group().start(gather_of(rank.ranks(), whole, bucket.cut.counts), rank.ranks().deadline());
+    gathering.wait();
+    rank.remember(gathering);
   }
 }
 

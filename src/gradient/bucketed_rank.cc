@@ -4,6 +4,7 @@
 #include <ATen/ops/div.h>
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 
 #include "gradient/direct.h"
@@ -30,8 +31,21 @@ BucketedRank::BucketedRank(ReplicatedParameters& parameters, ReplicasOfRank who,
   start_step();
 }
 
+// The Group has failed. Soon all its calls are told to have ended.
+void BucketedRank::look_at_last_update() {
+  constexpr std::chrono::seconds kSoon(10);
+  try {
+    group_of_last_update_->synchronize(Deadline::after(kSoon));
+  } catch (const Error&) {
+  }
+  lost_update_ = std::ranges::any_of(of_last_update_, [](const Work& work) { return !work.succeeded(); });
+  of_last_update_.clear();
+  group_of_last_update_.reset();
+}
+
 void BucketedRank::make_buckets() {
   if (buckets_ != nullptr) {
+    if (group_of_last_update_ && who_.ranks.regroups() != regroups_) look_at_last_update();
     if (buckets_->rebuild_after_regroup()) start_step();
     return;
   }
@@ -141,6 +155,11 @@ void BucketedRank::reduce() {
   }
   buckets_->finish();
   weights.wait(who_.ranks);
+  if (device_.is_cuda()) {
+    of_last_update_ = buckets_->started();
+    group_of_last_update_ = who_.ranks.group();
+    regroups_ = who_.ranks.regroups();
+  }
   sums_ = {.weight = weights.total() / (sum_ ? std::max(1.0, weights.ranks_with_weight()) : 1),
            .divided_by = scale_ * who_.ranks.size(),
            .finite = !check_finite_ || buckets_->all_finite(),

@@ -4,7 +4,9 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/mutex.h"
@@ -55,6 +57,12 @@ class BucketedRank {
   void reduce();
   const Sums& sums() const { return sums_; }
 
+  // A call by which the rank gets values of the update.
+  void remember(Work gathering) { of_last_update_.push_back(std::move(gathering)); }
+
+  // True, once, where the last update was enqueued with sums, or values, of calls on a GPU that failed later.
+  bool take_lost_update() { return std::exchange(lost_update_, false); }
+
   // Ends a step that is complete. Collective over the ranks in the first step.
   void end_step();
 
@@ -73,6 +81,7 @@ class BucketedRank {
   std::size_t number(int replica) const { return static_cast<std::size_t>(replica - who_.first); }
   void add_up(std::size_t slot);
   void sum_on_host(const std::vector<at::Tensor>& gradients, const at::Tensor& sum) const;
+  void look_at_last_update();
   void sum_on_gpu(const at::Tensor& gradient, at::Tensor sum) const;
 
   // Constant after construction.
@@ -94,6 +103,12 @@ class BucketedRank {
   bool scale_known_ = false;     // whether scale_ was known before this step's gradients came
   bool check_finite_ = false;    // in this step; the same on all replicas
   std::atomic<bool> is_clean_ = true;
+
+  // What the last update used on a GPU, and their Group.
+  std::vector<Work> of_last_update_;
+  std::optional<Group> group_of_last_update_;
+  std::int64_t regroups_ = 0;  // of the ranks, then
+  bool lost_update_ = false;
 
   // Written in `reduce`.
   std::vector<at::Tensor> means_;           // [slot]: those that have a gradient on any rank

@@ -102,6 +102,15 @@ class Buckets {
   const std::vector<std::int64_t>& order() const { return order_; }
   void restore_order(const std::vector<std::int64_t>& order);  // ignored unless it is a permutation of these slots
 
+  // What the pass has started, bucket by bucket.
+  std::vector<Work> started() const {
+    std::vector<Work> works;
+    for (const auto& bucket : buckets_) {
+      if (bucket.work) works.push_back(*bucket.work);
+    }
+    return works;
+  }
+
   // With `scatter`: which rank gets which means, by ascending slot. Constant between regroups, as the order is then.
   std::vector<ScatteredBucket> scattered() const;
 

@@ -64,9 +64,8 @@ std::unique_ptr<gradient::Reduction> reduction_for(ReplicatedParameters& paramet
           gradient::BucketedOptions{.buckets = {.gradient_dtype = own->gradient_dtype}, .sum = own->sum});
     }
   }
-  if (options.shard_state && (ranks.size() > 1 || options.replicas || may_get_others))
-    return reduction_with_sharded_state(parameters, ranks, options);
   if (ranks.size() > 1 || options.replicas || may_get_others) {
+    if (options.shard_state) return reduction_with_sharded_state(parameters, ranks, options);
     return std::make_unique<gradient::Bucketed>(
         parameters, ranks, gradient::BucketedOptions{.buckets = options.buckets, .replicas = options.replicas});
   }
@@ -245,9 +244,16 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
     if (split->summed_over) split->summed_over->sum({&weight, 1});
   }
   hooks_.take_all(replica);
-  if (replica == 0) updater_.begin_step();
+  if (replica == 0) {
+    if (reduction_->take_lost_update()) updater_.tell_broke_off();
+    updater_.begin_step();
+  }
   auto sums = reduction_->finish(replicas, weight, /*check_finite=*/updater_.loss_scale().used(), deadline);
 
+  if (moving_state_ && parameters_->placement() == gradient::Placement::device) {
+    ranks_.group().synchronize(
+        ranks_.deadline());  // the others go on from values that a lost rank must not have spoilt
+  }
   sums.finite = updater_.all_finite(sums.finite);
   const bool updates = sums.finite && sums.weight > 0;
   if (updates && compares()) {  // before the update, since gathered values are always equal

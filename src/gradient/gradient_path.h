@@ -105,7 +105,7 @@ class GradientPath {
 
   // Called when a whole state was loaded after StateLost.
   void tell_restored() {
-    updater_.tell_restored();
+    updater_.tell_state_loaded();
     if (moving_state_) moving_state_->tell_restored();
   }
 

@@ -295,12 +295,16 @@ void carry_out(const std::vector<ShardMove>& moves, const Communicator& ranks, c
   for (const auto& [to, host] : received) to.copy_(host);
 }
 
-void gather_in_place(const Communicator& ranks, const at::Tensor& whole, const Counts& counts) {
+Call gather_of(const Communicator& ranks, const at::Tensor& whole, const Counts& counts) {
   const auto share = collective::share_of(counts, 0, ranks.rank());
   const auto own = whole.narrow(0, static_cast<std::int64_t>(share.begin), static_cast<std::int64_t>(share.count()));
   auto call = Call::all_gather(buffer_of(own), buffer_of(whole), counts);
   call.purpose = ranks.purpose();
-  ranks.group().run(on_stream_of(whole, call), ranks.deadline());
+  return on_stream_of(whole, call);
+}
+
+void gather_in_place(const Communicator& ranks, const at::Tensor& whole, const Counts& counts) {
+  ranks.group().run(gather_of(ranks, whole, counts), ranks.deadline());
 }
 
 }  // namespace lockstep::gradient

@@ -211,6 +211,9 @@ using ElementsOf = std::function<std::vector<at::Tensor>(const Shard&)>;
 void carry_out(const std::vector<ShardMove>& moves, const Communicator& ranks, const ElementsOf& from,
                const ElementsOf& into);
 
+// The call of gather_in_place.
+Call gather_of(const Communicator& ranks, const at::Tensor& whole, const Counts& counts);
+
 // Collective. `whole`: flat and contiguous, best in memory of the Group. Rank r has the r-th of consecutive ranges of
 // counts[r] elements, and gets the others.
 void gather_in_place(const Communicator& ranks, const at::Tensor& whole, const Counts& counts);

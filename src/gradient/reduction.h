@@ -21,6 +21,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -94,6 +95,9 @@ class Reduction {
   enum class StepEnd { complete, broken_off };
   virtual void end_step(int replica, StepEnd end) = 0;
 
+  // True, once, where the last update used sums that failed later: values may be of no step. One thread, in a step.
+  bool take_lost_update() { return lost_update_.exchange(false); }
+
   // A checkpoint keeps a State, so that sums have the same bits after a restart. `order`: slots in the order in which
   // rank 0's first step made their gradients. `weight_scale`: the running one. Empty before the first step. Restored on
   // all processes, by one thread between steps.
@@ -109,6 +113,7 @@ class Reduction {
       : ownership_(std::move(ownership)), during_backward_(during_backward) {}
 
   Ownership ownership_;
+  std::atomic<bool> lost_update_ = false;
 
  private:
   const bool during_backward_;

@@ -387,13 +387,13 @@ std::string ReplicatedParameters::describe_frozen() const {
 void ReplicatedParameters::assign(std::size_t slot, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
   if (split_ && split_->before_forward) split_->before_forward();
-  const bool shared = placement_ == gradient::Placement::central;
-  for (int replica = 0; replica < (shared ? 1 : replicas()); ++replica) {
+  const int apart = placement_ == gradient::Placement::central ? 1 : replicas();  // have memory of their own
+  for (int replica = 0; replica < apart; ++replica) {
     if (!parameter(replica, slot).is_same(value)) parameter(replica, slot).copy_(value);
   }
-  const auto& info = slots_[slot];
-  if (placement_ == gradient::Placement::staged && info.flat)
+  if (const auto& info = slots_[slot]; placement_ == gradient::Placement::staged && info.flat)
     flat(0, info.dtype).narrow(0, info.offset, info.numel).view(info.sizes).copy_(value);
+  ++assignments_;
   if (watch_.on_assign) watch_.on_assign(slot);
 }
 

@@ -224,6 +224,7 @@ class ReplicatedParameters {
   // Overwrites a parameter, or a buffer, on all replicas, or a buffer on one. The caller checks shapes. Not while
   // replicas run.
   void assign(std::size_t slot, const at::Tensor& value);
+  std::int64_t assignments() const { return assignments_; }  // of parameters, so far
   void assign_buffer(std::size_t index, const at::Tensor& value);
   void assign_buffer_of(int replica, std::size_t index, const at::Tensor& value);
 
@@ -257,6 +258,7 @@ class ReplicatedParameters {
   std::vector<std::string> buffer_names_;
   std::vector<std::vector<at::Tensor>> buffers_;  // [replica][index]
   ValueWatch watch_;
+  std::int64_t assignments_ = 0;
   std::vector<double> seen_;                         // [replica]: examples, by its buffers
   std::shared_ptr<ops::DeviceVariables> variables_;  // of slots, then of buffers; null before put_on
 };

@@ -131,7 +131,7 @@ void broadcast(const Group& group, const Tensor& tensor, int root, Deadline dead
 
 void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, int root) {
   for (const auto& tensor : tensors) check("broadcast", tensor);
-  if (ranks.size() > 1) broadcast(ranks, tensors, root, gradient::device_of_sums(ranks, tensors));
+  if (ranks.size() > 1 && !tensors.empty()) broadcast(ranks, tensors, root, gradient::device_of_sums(ranks, tensors));
 }
 
 void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, int root, at::Device by) {

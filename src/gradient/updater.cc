@@ -6,6 +6,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "base/hash.h"
 #include "kernels/update.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -68,12 +69,31 @@ void Updater::spread_state() {
   for (auto& other : other_states_) other.copy_from(states_.own);
 }
 
-void Updater::begin_step() {
-  if (broke_off_) {
+void Updater::tell_broke_off() {
+  MutexLock lock(breaking_);
+  assigned_when_broken_ = parameters_->assignments();
+  loads_state_ = true;
+  broke_off_ = true;
+}
+
+void Updater::tell_state_loaded() {
+  MutexLock lock(breaking_);
+  loads_state_ = false;
+}
+
+void Updater::require_restored() {
+  MutexLock lock(breaking_);
+  const auto values = static_cast<std::int64_t>(parameters_->slots().size());
+  if (loads_state_ || parameters_->assignments() < assigned_when_broken_ + values) {
     throw Error(
         "an earlier update broke off with an error, so variables and the optimizer's state may be of two steps: load "
         "both from a checkpoint");
   }
+  broke_off_ = false;
+}
+
+void Updater::begin_step() {
+  if (broke_off_) require_restored();
   prepared_.reset();
   step_ = step_after(0);
   if (!device_updates_.empty()) put_numbers(0);
@@ -169,7 +189,17 @@ std::span<const at::Tensor> Updater::written(at::ScalarType dtype) const {
   throw Error("an unknown kind of copies");
 }
 
+// What fails here, such as a lack of memory, fails on one GPU, while others may have made their updates.
 void Updater::update_on_device(int replica, const Sums& sums, double divide_by, Deadline deadline) {
+  try {
+    update_own_copy(replica, sums, divide_by, deadline);
+  } catch (...) {
+    tell_broke_off();
+    throw;
+  }
+}
+
+void Updater::update_own_copy(int replica, const Sums& sums, double divide_by, Deadline deadline) {
   const at::NoGradGuard no_grad;
   if (replica > 0) put_numbers(replica);
   const auto& states = state_of(replica);
@@ -197,13 +227,7 @@ void Updater::update_on_device(int replica, const Sums& sums, double divide_by, 
   for (auto& [dtype, shards] : all)
     shards.parameters.gradients = updates.at(dtype).update.scaled(shards.parameters.gradients, divide_by);
   if (clips_by_norm(optimizer_)) clip_on_device(replica, sums, all, deadline);
-  try {
-    for (const auto& [dtype, shards] : all)
-      updates.at(dtype).update.apply(shards.parameters, updates.at(dtype).numbers);
-  } catch (...) {  // such as a lack of memory on one GPU, while others have made their updates
-    broke_off_ = true;
-    throw;
-  }
+  for (const auto& [dtype, shards] : all) updates.at(dtype).update.apply(shards.parameters, updates.at(dtype).numbers);
 }
 
 // Norms of all slots that anybody has a gradient of, in the same order on all owners.
@@ -215,6 +239,7 @@ void Updater::clip_on_device(int replica, const Sums& sums, std::map<at::ScalarT
     place[i] = count;
     count += sums.parts[0][i].defined() ? 1 : 0;
   }
+  if (count == 0) return;
   const auto device = parameters_->parameter(replica, 0).device();
   const bool in_double = all.contains(at::kDouble) || sums.owners != nullptr;
   const auto options = at::TensorOptions(device).dtype(in_double ? at::kDouble : at::kFloat);

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "gradient/device_update.h"
 #include "gradient/parameter_parts.h"
 #include "gradient/reduction.h"
@@ -82,7 +83,8 @@ class Updater {
   // Sets the learning rate of the next update. Called by one replica, before the barrier that precedes `update`. Throws
   // Error after an update that broke off, until a whole state is loaded.
   void begin_step();
-  void tell_restored() { broke_off_ = false; }
+  void tell_broke_off();     // values and state may be of no step, or of two
+  void tell_state_loaded();  // values are told by ReplicatedParameters::assignments
 
   // Divides the sums by `divide_by`, clips them, and updates this replica's shards in the copies that an owner writes,
   // after a barrier of those that commit. Throws what the Groups throw.
@@ -172,6 +174,8 @@ class Updater {
   double learning_rate_after(std::int64_t ahead) const;
   void put_numbers(int replica);
   void update_on_device(int replica, const Sums& sums, double divide_by, Deadline deadline);
+  void update_own_copy(int replica, const Sums& sums, double divide_by, Deadline deadline);
+  void require_restored();
   void clip_on_device(int replica, const Sums& sums, std::map<at::ScalarType, ShardsOnDevice>& all,
                       Deadline deadline) const;
   ShardMap shards_of(int replica) const;
@@ -208,7 +212,10 @@ class Updater {
   std::vector<ShardState> other_states_;                            // of replicas 1, 2, ...
 
   std::optional<std::uint64_t> remembered_;
-  std::atomic<bool> broke_off_ = false;  // an update on a device: values and state may be of two steps
+  std::atomic<bool> broke_off_ = false;    // an update on a device
+  std::int64_t assigned_when_broken_ = 0;  // values, so far
+  bool loads_state_ = false;               // still has to, after an update that broke off
+  Mutex breaking_;                         // the two numbers above are written under it, by several replicas
   std::int64_t iterations_ = 0;
   LossScale loss_scale_;
   std::optional<double> rate_override_;

@@ -28,8 +28,21 @@ Tensor& dense_gradient(const Tensor& parameter) {
   return gradient = (gradient.is_sparse() ? gradient.to_dense() : gradient).contiguous();
 }
 
+void require_one_gpu(const std::vector<Tensor>& gradients) {
+  const Tensor* first = nullptr;
+  for (const auto& gradient : gradients) {
+    if (!gradient.is_cuda()) continue;
+    if (first != nullptr && gradient.device() != first->device()) {
+      throw InvalidArgument(text("a rank's parameters are on ", first->device().str(), " and on ",
+                                 gradient.device().str(), "; gradients are summed on one GPU of each rank"));
+    }
+    first = &gradient;
+  }
+}
+
 // Replaces each gradient, which is contiguous, by the sum over the ranks. Those on one device are sent together.
 void sum_over(const Communicator& ranks, const std::vector<Tensor>& gradients, const Purpose& purpose) {
+  require_one_gpu(gradients);
   std::map<c10::DeviceType, std::vector<Call>> calls;
   for (const auto& gradient : gradients) {
     auto call = on_stream_of(gradient, Call::all_reduce(buffer_of(gradient), ReduceOp::sum));

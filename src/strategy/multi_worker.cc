@@ -110,8 +110,8 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                    .lost_host = options.elastic ? bounds.lost_host_seconds : kLostHostSeconds},
       .worker_batch = options.elastic ? options.elastic->worker_batch : std::nullopt};
   check_nccl(options, settings.devices);
+  settings.gradients.shard_state = options.shard_optimizer_state;  // over the GPUs of a worker alone, too
   settings.gradients.diloco = options.diloco;
-  settings.gradients.shard_state = options.shard_optimizer_state;
   if (!job && options.workers_per_group > 1) {
     throw InvalidArgument(text("MultiWorkerMirroredStrategy: workers_per_group is ", options.workers_per_group,
                                "; this worker is alone"));

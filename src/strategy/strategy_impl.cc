@@ -60,14 +60,18 @@ std::string StrategyImpl::describe() const {
   const auto& elastic = settings_.workers->elastic;
   const auto& gradients = settings_.gradients;
   const auto& dtype = gradients.buckets.gradient_dtype;
+  // Where the parts are: workers with GPUs have other calls than those without.
+  const std::string shards = !gradients.shard_state                       ? "false"
+                             : placement() == gradient::Placement::device ? "true, on GPUs"
+                                                                          : "true, in host memory";
   const auto diloco = gradients.diloco ? gradient::describe(*gradients.diloco) : std::string("none\n");
   return text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION, "\nnumber of replicas ", replicas_.count(),
               "\ngradient_dtype ", dtype ? name_of(*dtype) : "none", "\nbucket_cap in bytes ",
               gradients.buckets.bucket_bytes, "\nfirst_bucket in bytes ", gradients.buckets.first_bucket_bytes,
-              "\nshard_optimizer_state ", gradients.shard_state ? "true" : "false", "\ncompare_copies_every ",
-              gradients.compare_copies_every, "\nreplace_differing_copies ",
-              gradients.replace_differing_copies ? "true" : "false", "\nelastic.min_workers ",
-              elastic ? std::to_string(elastic->min_workers) : "none", "\nelastic.worker_batch.learning_rate_workers ",
+              "\nshard_optimizer_state ", shards, "\ncompare_copies_every ", gradients.compare_copies_every,
+              "\nreplace_differing_copies ", gradients.replace_differing_copies ? "true" : "false",
+              "\nelastic.min_workers ", elastic ? std::to_string(elastic->min_workers) : "none",
+              "\nelastic.worker_batch.learning_rate_workers ",
               settings_.worker_batch ? std::to_string(settings_.worker_batch->learning_rate_workers) : "none",
               "\nworkers_per_group ", settings_.workers->per_group, "\nDiLoCo's ", diloco, kind().describe());
 }

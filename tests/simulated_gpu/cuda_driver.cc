@@ -3,7 +3,6 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
-#include <vector>
 
 #include "cuda_runtime.h"
 
@@ -17,7 +16,13 @@ struct Context {
 constexpr int kMostDevices = 64;
 std::array<Context, kMostDevices> contexts;
 
-thread_local std::vector<Context*> current;  // the last one is current
+// A thread's contexts, of which the last one is current. It has no destructor: objects that end after the thread's own
+// variables still push and pop.
+struct ContextsOfThread {
+  std::array<Context*, 64> stack;
+  std::size_t size;
+};
+thread_local ContextsOfThread contexts_here;
 
 int devices() {
   static const int count = [] {
@@ -65,26 +70,29 @@ int cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
 }
 
 int cuCtxPushCurrent_v2(CUcontext context) {
-  if (context == nullptr) return kInvalidValue;
-  current.push_back(static_cast<Context*>(context));
+  auto& [stack, size] = contexts_here;
+  if (context == nullptr || size == stack.size()) return kInvalidValue;
+  stack[size++] = static_cast<Context*>(context);
   return kSuccess;
 }
 
 int cuCtxPopCurrent_v2(CUcontext* context) {
-  if (current.empty()) return kNoContext;
-  *context = current.back();
-  current.pop_back();
+  auto& [stack, size] = contexts_here;
+  if (size == 0) return kNoContext;
+  *context = stack[--size];
   return kSuccess;
 }
 
 int cuCtxSetCurrent(CUcontext context) {
-  if (!current.empty()) current.pop_back();
+  CUcontext before = nullptr;
+  cuCtxPopCurrent_v2(&before);
   return context == nullptr ? kSuccess : cuCtxPushCurrent_v2(context);
 }
 
 int cuCtxGetDevice(CUdevice* device) {
-  if (current.empty()) return kNoContext;
-  *device = static_cast<int>(current.back() - contexts.data());
+  const auto& [stack, size] = contexts_here;
+  if (size == 0) return kNoContext;
+  *device = static_cast<int>(stack[size - 1] - contexts.data());
   return kSuccess;
 }
 }

@@ -95,6 +95,7 @@ class Work {
   // calls' streams wait in the place of the caller.
   void wait() const;
   bool done() const;
+  bool succeeded() const;  // done, and without an error; of calls on a GPU known a moment later
 
  private:
   std::shared_ptr<State> state_;
