@@ -171,7 +171,7 @@ Tensors grouped_reducescatter(const Tensors& tensors, const ReduceOptions& optio
 Handle<Tensor> sparse_allreduce_async(const Tensor& tensor, const ReduceOptions& options = {});
 Tensor sparse_allreduce(const Tensor& tensor, const ReduceOptions& options = {});
 
-// Returns when every rank has called it.
+// Returns when every rank has called it, and all earlier calls of this rank on GPUs are done. Throws where one failed.
 void barrier(const ProcessSet& process_set = {});
 
 // For ranks whose numbers of steps differ. Until all ranks have called it, this rank takes part in the others'

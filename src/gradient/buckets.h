@@ -102,7 +102,7 @@ class Buckets {
   const std::vector<std::int64_t>& order() const { return order_; }
   void restore_order(const std::vector<std::int64_t>& order);  // ignored unless it is a permutation of these slots
 
-  // What the pass has started, bucket by bucket.
+  // Returns the reductions that the pass has started.
   std::vector<Work> started() const {
     std::vector<Work> works;
     for (const auto& bucket : buckets_) {

@@ -189,7 +189,7 @@ std::span<const at::Tensor> Updater::written(at::ScalarType dtype) const {
   throw Error("an unknown kind of copies");
 }
 
-// What fails here, such as a lack of memory, fails on one GPU, while others may have made their updates.
+// A failure here, such as a lack of memory, is of one GPU, while others may have made their updates.
 void Updater::update_on_device(int replica, const Sums& sums, double divide_by, Deadline deadline) {
   try {
     update_own_copy(replica, sums, divide_by, deadline);

@@ -6,7 +6,8 @@
 //   torch::optim::AdamW adamw(pipeline.parameters());  // of this rank's stages
 //
 //   adamw.zero_grad();
-//   const double loss = pipeline.step(x, y, torch::nn::functional::cross_entropy);
+//   const double loss = pipeline.step(
+//       x, y, [](const Tensor& output, const Tensor& target) { return at::cross_entropy_loss(output, target); });
 //   adamw.step();
 #pragma once
 

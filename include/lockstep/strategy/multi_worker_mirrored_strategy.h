@@ -72,9 +72,10 @@ struct MultiWorkerMirroredOptions {
 
   // Each worker has the optimizer's state for its share of the variables alone: with N workers 1/N of the memory for
   // state. It updates that share, and sends it to the others, or writes it into their memory where all are on one host.
-  // Checkpoints are whole, and may be restored by any number of workers. With GPUs the update is made in host memory.
-  // After a worker is lost in the middle of an update, the others' variables are partly updated: begin again from a
-  // checkpoint. ZeRO stage 1 (Rajbhandari et al. 2020), PyTorch's ZeroRedundancyOptimizer.
+  // Checkpoints are whole, and may be restored by any number of workers. On GPUs each GPU of all workers has a share;
+  // with `elastic` the update is made in host memory. Workers have GPUs or CPUs alike. After a worker is lost in the
+  // middle of an update, the others' variables are partly updated: begin again from a checkpoint. ZeRO stage 1
+  // (Rajbhandari et al. 2020), PyTorch's ZeroRedundancyOptimizer.
   //
   // With `elastic` a worker also has the state of a neighbour's share, on another host where possible: 2/N of the
   // memory. The others go on when one is lost. Where both are lost at once, fit goes back to the last backup of

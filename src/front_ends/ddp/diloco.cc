@@ -48,6 +48,7 @@ class DiLoCo::Impl {
   Impl(const torch::OrderedDict<std::string, Tensor>& parameters, const Communicator& ranks,
        const DiLoCoOptions& options)
       : parameters_(parameters), trained_(checked(parameters, ranks, options)) {
+    for (const auto& each : parameters_) were_trained_.push_back(each.value().requires_grad());
     outer_.emplace(trained_.tensors, ranks, options, "the parameters");
   }
 
@@ -71,10 +72,9 @@ class DiLoCo::Impl {
   }
 
   void require_same_trained() const {
-    std::size_t next = 0;
-    for (const auto& each : parameters_) {
-      const bool was_trained = next < trained_.names.size() && trained_.names[next] == each.key();
-      next += was_trained ? 1 : 0;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      const auto& each = parameters_[i];
+      const bool was_trained = were_trained_[i];
       if (each.value().requires_grad() == was_trained) continue;
       throw InvalidArgument(text("DiLoCo: the parameter \"", each.key(), "\" ",
                                  was_trained ? "was trained when this was made, and is frozen now"
@@ -84,7 +84,8 @@ class DiLoCo::Impl {
   }
 
   const torch::OrderedDict<std::string, Tensor> parameters_;
-  const Trained trained_;
+  const Trained trained_;           // each once
+  std::vector<bool> were_trained_;  // [parameter]
   std::optional<gradient::OuterStep> outer_;
 };
 

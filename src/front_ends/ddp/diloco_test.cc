@@ -240,6 +240,16 @@ TEST(DiLoCo, RanksThatDifferAreTold) {
   }
 }
 
+TEST(DiLoCo, TakesATiedParameterOnce) {
+  Trainee trainee;
+  trainee.net->register_parameter("again", trainee.net->first->weight);
+  DiLoCo diloco(trainee.net->named_parameters(), make_thread_groups(1)[0], local_sgd(1));
+  trainee.step(0, 0);
+  const auto values = trainee.values().clone();
+  EXPECT_TRUE(diloco.step());
+  EXPECT_LT((trainee.values() - values).abs().max().item<double>(), 1e-12);
+}
+
 TEST(DiLoCo, SavingBetweenMeetingsAndChangesOfTheTrainedAreRefused) {
   Trainee trainee;
   DiLoCo diloco(trainee.net->named_parameters(), make_thread_groups(1)[0], {.steps = 2});

@@ -244,6 +244,7 @@ void barrier(const ProcessSet& set) {
   const InProcessSet in_set(set);
   const auto session = Session::current();
   session->run([session = session.get()] { session->negotiate(Announcement::of("barrier")); });  // all called it
+  session->synchronize();
 }
 
 int join() { return Session::current()->join(); }
