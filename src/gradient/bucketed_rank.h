@@ -104,7 +104,7 @@ class BucketedRank {
   bool check_finite_ = false;    // in this step; the same on all replicas
   std::atomic<bool> is_clean_ = true;
 
-  // What the last update used on a GPU, and their Group.
+  // The calls on a GPU whose results the last update used, and their Group.
   std::vector<Work> of_last_update_;
   std::optional<Group> group_of_last_update_;
   std::int64_t regroups_ = 0;  // of the ranks, then
