@@ -60,6 +60,15 @@ const Cuda& cuda() {
   return loaded;
 }
 
+bool has_cuda() {
+  try {
+    cuda();
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
 void require_cuda(int error, const char* function) {
   if (error != 0) throw Error(text(function, ": ", cuda().cudaGetErrorString(error), " (CUDA's error ", error, ")"));
 }

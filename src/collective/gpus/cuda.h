@@ -48,6 +48,7 @@ struct Cuda {
 
 // Throws InvalidArgument where there is no CUDA runtime. Any thread.
 const Cuda& cuda();
+bool has_cuda();  // else cuda() throws
 
 // Throws Error, naming the function, where `error` is not 0.
 void require_cuda(int error, const char* function);

@@ -59,6 +59,7 @@ bool share_memory(const Call& a, const Call& b) {
 bool nccl_knows(const Call& call) { return !is_reduction(call.kind) || dtype_for_nccl(call.input.dtype) >= 0; }
 
 void require_no_capture(std::span<const Call> calls) {
+  if (!has_cuda()) return;  // the ranks find out together what one of them lacks
   const OnDevice here(device_of(calls[0]).index);
   for (const auto& call : calls) {
     if (!is_captured(call.stream)) continue;
