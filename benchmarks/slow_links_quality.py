@@ -1,6 +1,6 @@
 """Losses and accuracies of training over slow links: a table of ways to meet, and a closing line of JSON.
 
-    benchmarks/slow_links_quality.py [--steps 7500] [--first 3000] [--seeds 3] [--task gpt|seed]    (three hours on two cores)
+    benchmarks/slow_links_quality.py [--steps 7500] [--first 3000] [--seeds 3] [--task gpt|seed]    (two hours on two cores; --task seed five minutes)
 
 A small GPT learns the bytes of this project's sources: the loss on a tenth that it has not seen, at equal tokens. All ways begin with the weights of the first
 steps, in which two workers summed gradients, as in DiLoCo's paper. The seed program learns Fashion-MNIST for five epochs: the mean accuracy over the seeds.
