@@ -289,7 +289,7 @@ TEST_P(GpuHorovod, RanksThatHaveJoinedTakePartOnTheirGpus) {
   });
 }
 
-// Where one rank's tensors are elsewhere, or no rank's GPU is known, all go through host memory.
+// All tensors go through host memory if one rank's are elsewhere, or no rank's GPU is known.
 TEST_P(GpuHorovod, RanksOnDifferentDevicesGoThroughHostMemory) {
   const int ranks = GetParam();
   const auto calls = simulated_nccl_calls();

@@ -80,8 +80,8 @@ class Bucketed final : public Reduction {
   const BucketedOptions options_;
   std::vector<std::unique_ptr<BucketedRank>> ranks_;  // this process, or its replicas
 
-  std::vector<ScatteredBucket>
-      scattered_;  // of the first rank; where the state is sharded; constant between calls of `prepare`
+  // Those of the first rank, where the state is sharded. Constant between calls of `prepare`.
+  std::vector<ScatteredBucket> scattered_;
 };
 
 }  // namespace lockstep::gradient

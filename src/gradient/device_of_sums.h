@@ -1,4 +1,4 @@
-// Where tensors are, that all ranks have, when they go from rank to rank.
+// The device on which all ranks' tensors go from rank to rank.
 #pragma once
 
 #include <ATen/core/Tensor.h>

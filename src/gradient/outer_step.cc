@@ -178,7 +178,7 @@ void OuterStep::end(Part& part, double mixing, double factor) {
   const at::NoGradGuard no_grad;
   if (part.work) part.work->wait();
   part.work.reset();
-  // Where the exchange failed on a GPU, what was received has no meaning, and must not be used.
+  // An exchange on a GPU may have failed: what was received has no meaning then, and must not be used.
   if (!part.pieces.empty() && part.pieces[0].delta.is_cuda()) ranks_.group().synchronize(ranks_.deadline());
   for (auto& piece : part.pieces) {
     if (factor != 1) piece.delta.mul_(factor);

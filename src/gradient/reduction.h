@@ -41,7 +41,7 @@ struct Sums {
   // this process owns, or has copies of, the parts add up to the sum, in their order.
   std::span<const std::span<const at::Tensor>> parts;
 
-  // Where each replica updates its own shards of its own copy: the ranks that have the others, else null.
+  // The ranks that have the other shards, where each replica updates its own shards of its own copy; else null.
   const Communicator* owners = nullptr;
 };
 

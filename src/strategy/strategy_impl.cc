@@ -60,7 +60,7 @@ std::string StrategyImpl::describe() const {
   const auto& elastic = settings_.workers->elastic;
   const auto& gradients = settings_.gradients;
   const auto& dtype = gradients.buckets.gradient_dtype;
-  // Where the parts are: workers with GPUs have other calls than those without.
+  // Workers with their parts on GPUs make other calls than those without.
   const std::string shards = !gradients.shard_state                       ? "false"
                              : placement() == gradient::Placement::device ? "true, on GPUs"
                                                                           : "true, in host memory";

@@ -90,7 +90,8 @@ class GpuGroup final : public collective::Wrapper {
     if (!in_time) throw DeadlineExceeded("synchronize", deadline.waited());
   }
 
-  // Where this group has connected its GPUs, so has each group that is split from it. Others do it at their first call.
+  // A group whose GPUs are connected connects those of each group that is split from it. The GPUs of other groups are
+  // connected at the first call.
   void begin_split(int color, int key, Deadline deadline) override {
     collective::Wrapper::begin_split(color, key, deadline);
     const auto nccl_ranks = communicator();

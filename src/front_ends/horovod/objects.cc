@@ -25,7 +25,7 @@ std::string pickled(const c10::IValue& object) {
   return {bytes.begin(), bytes.end()};
 }
 
-// Where the optimizer's parameters are; nothing where they are on several devices. Root's state is on root's GPU.
+// Returns the device of the optimizer's parameters; nothing for several devices. Root's state is on root's GPU.
 std::optional<at::Device> device_of(const torch::optim::Optimizer& optimizer) {
   std::optional<at::Device> found;
   for (const auto& group : optimizer.param_groups()) {
