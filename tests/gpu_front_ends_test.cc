@@ -16,6 +16,7 @@
 #include "lockstep/ddp/sync_batch_norm.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "tests/host_reads.h"
+#include "tests/on_gpus.h"
 #include "tests/simulated_gpu/cuda_runtime.h"
 #include "tests/simulated_gpu/nccl.h"
 
@@ -77,15 +78,7 @@ class GpuFrontEnds : public testing::TestWithParam<int> {
 
   // Returns how often the host has read something while all ranks acted.
   static std::int64_t reads_while(const Communicator& ranks, const std::function<void()>& act) {
-    const auto synchronize = [&] { ranks.group().barrier(ranks.deadline()); };
-    synchronize();
-    const auto before = host_reads();
-    synchronize();
-    act();
-    synchronize();
-    const auto reads = host_reads() - before;
-    synchronize();
-    return reads;
+    return added_while(ranks, host_reads, act);
   }
 };
 

@@ -64,17 +64,24 @@ inline void expect_through_host(int ranks, const TrainOn& train) {
   EXPECT_EQ(simulated_nccl_calls(), calls);
 }
 
-// Calls `act` on all ranks, and expects that all together copy `to_host` tensors to the host. Numbers that the host
-// reads by Tensor::item are not counted.
-inline void expect_copies(const Communicator& ranks, std::int64_t to_host, const std::function<void()>& act) {
+// Returns how much all ranks together add to a count of the process while each acts. Collective.
+inline std::int64_t added_while(const Communicator& ranks, const std::function<std::int64_t()>& count,
+                                const std::function<void()>& act) {
   const auto meet = [&] { ranks.group().barrier(ranks.deadline()); };
   meet();
-  const auto before = simulated_gpu_copies_to_host();
+  const auto before = count();
   meet();
   act();
   meet();
-  EXPECT_EQ(simulated_gpu_copies_to_host() - before, to_host);
+  const auto added = count() - before;
   meet();
+  return added;
+}
+
+// Calls `act` on all ranks, and expects that all together copy `to_host` tensors to the host. Numbers that the host
+// reads by Tensor::item are not counted.
+inline void expect_copies(const Communicator& ranks, std::int64_t to_host, const std::function<void()>& act) {
+  EXPECT_EQ(added_while(ranks, simulated_gpu_copies_to_host, act), to_host);
 }
 
 // The module's parameters as wholes.

@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "collective/calls.h"
 #include "lockstep/base/error.h"
@@ -76,12 +75,10 @@ void Bucketed::divide() {
         shards[rank].push_back({trainable[shard.slot], shard.begin, shard.count});
     }
   }
-  if (on_devices) {
-    ownership_ = Ownership(processes_, shards, parameters_.replicas());
-    return;
-  }
-  ownership_ = Ownership(processes_, std::move(shards), parameters_.replicas(), Ownership::Writes::first_copy,
-                         options_.hosts ? distance_of_copies(options_.hosts()) : 0, std::move(ranges));
+  const int replicas = parameters_.replicas(), distance = options_.hosts ? distance_of_copies(options_.hosts()) : 0;
+  ownership_ = on_devices ? Ownership(processes_, shards, replicas, std::move(ranges))
+                          : Ownership(processes_, std::move(shards), replicas, Ownership::Writes::first_copy, distance,
+                                      std::move(ranges));
 }
 
 // The replicas of one process get a new Group after a step that failed on one of them.
@@ -161,13 +158,10 @@ void Bucketed::publish(const Group& replicas, Deadline deadline) {
 // Brings a replica that has its values on its GPU those of all ranks' shards.
 void Bucketed::gather_copy(int replica) const {
   auto& rank = rank_of(replica);
-  for (const auto& bucket : scattered_) {
-    const auto& first = parameters_.slots()[rank.trainable()[bucket.first_slot]];
-    const auto count = std::accumulate(bucket.cut.counts.begin(), bucket.cut.counts.end(), std::size_t{0});
-    const auto values = parameters_.flat(replica, first.dtype);
-    const auto whole = values.narrow(0, first.offset, static_cast<std::int64_t>(count));
-    const auto gathering =
-        rank.ranks().group().start(gather_of(rank.ranks(), whole, bucket.cut.counts), rank.ranks().deadline());
+  const auto& ranks = rank.ranks();
+  for (const auto& range : ownership_.ranges()) {
+    const auto whole = parameters_.flat(replica, range.dtype).narrow(0, range.begin, range.count());
+    const auto gathering = ranks.group().start(gather_of(ranks, whole, range.counts), ranks.deadline());
     gathering.wait();
     rank.remember(gathering);
   }

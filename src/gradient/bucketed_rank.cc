@@ -35,17 +35,17 @@ BucketedRank::BucketedRank(ReplicatedParameters& parameters, ReplicasOfRank who,
 void BucketedRank::look_at_last_update() {
   constexpr std::chrono::seconds kSoon(10);
   try {
-    group_of_last_update_->synchronize(Deadline::after(kSoon));
+    last_update_->group.synchronize(Deadline::after(kSoon));
   } catch (const Error&) {
   }
-  lost_update_ = std::ranges::any_of(of_last_update_, [](const Work& work) { return !work.succeeded(); });
-  of_last_update_.clear();
-  group_of_last_update_.reset();
+  lost_update_ = std::ranges::any_of(last_update_->calls, [](const Work& call) { return !call.succeeded(); });
+  last_update_.reset();
 }
 
 void BucketedRank::make_buckets() {
   if (buckets_ != nullptr) {
-    if (group_of_last_update_ && who_.ranks.regroups() != regroups_) look_at_last_update();
+    const auto now = who_.ranks.group().shared_backend();
+    if (last_update_ && last_update_->group.shared_backend() != now) look_at_last_update();
     if (buckets_->rebuild_after_regroup()) start_step();
     return;
   }
@@ -155,11 +155,7 @@ void BucketedRank::reduce() {
   }
   buckets_->finish();
   weights.wait(who_.ranks);
-  if (device_.is_cuda()) {
-    of_last_update_ = buckets_->started();
-    group_of_last_update_ = who_.ranks.group();
-    regroups_ = who_.ranks.regroups();
-  }
+  if (device_.is_cuda()) last_update_ = LastUpdate{who_.ranks.group(), buckets_->started()};
   sums_ = {.weight = weights.total() / (sum_ ? std::max(1.0, weights.ranks_with_weight()) : 1),
            .divided_by = scale_ * who_.ranks.size(),
            .finite = !check_finite_ || buckets_->all_finite(),

@@ -58,7 +58,9 @@ class BucketedRank {
   const Sums& sums() const { return sums_; }
 
   // A call by which the rank gets values of the update.
-  void remember(Work gathering) { of_last_update_.push_back(std::move(gathering)); }
+  void remember(Work gathering) {
+    if (last_update_) last_update_->calls.push_back(std::move(gathering));
+  }
 
   // True, once, where the last update was enqueued with sums, or values, of calls on a GPU that failed later.
   bool take_lost_update() { return std::exchange(lost_update_, false); }
@@ -104,10 +106,12 @@ class BucketedRank {
   bool check_finite_ = false;    // in this step; the same on all replicas
   std::atomic<bool> is_clean_ = true;
 
-  // The calls on a GPU whose results the last update used, and their Group.
-  std::vector<Work> of_last_update_;
-  std::optional<Group> group_of_last_update_;
-  std::int64_t regroups_ = 0;  // of the ranks, then
+  // The calls on a GPU whose results the last update used.
+  struct LastUpdate {
+    Group group;
+    std::vector<Work> calls;
+  };
+  std::optional<LastUpdate> last_update_;
   bool lost_update_ = false;
 
   // Written in `reduce`.

@@ -113,14 +113,15 @@ std::vector<std::vector<at::Tensor>> values_after_a_loss(const std::vector<Break
   return values;
 }
 
-TEST(OuterStep, AMeetingThatOneRankHasCompletedCountsForAll) {
+// `in_first_meeting`: the number of ranks whose steps it has. The second one is that of the ranks that are left.
+void expect_meetings(int in_first_meeting, const std::vector<std::vector<Breaks>>& losses) {
   Formula formula;
-  formula.meet({way_of(0, 0, 1), way_of(1, 0, 1), way_of(2, 0, 1)});
+  std::vector<at::Tensor> ways;
+  for (int rank = 0; rank < in_first_meeting; ++rank) ways.push_back(way_of(rank, 0, 1));
+  formula.meet(ways);
   const auto met = formula.anchor;
   formula.meet({way_of(0, 2, 3), way_of(1, 2, 3)});
-  for (const auto& breaks : {std::vector{Breaks::never, Breaks::after_call, Breaks::never},
-                             std::vector{Breaks::after_call, Breaks::never, Breaks::never},
-                             std::vector{Breaks::never, Breaks::never, Breaks::never}}) {
+  for (const auto& breaks : losses) {
     for (const auto& values : values_after_a_loss(breaks)) {
       expect_near(values.at(0), met);
       expect_near(values.at(1), formula.anchor);
@@ -128,17 +129,15 @@ TEST(OuterStep, AMeetingThatOneRankHasCompletedCountsForAll) {
   }
 }
 
+TEST(OuterStep, AMeetingThatOneRankHasCompletedCountsForAll) {
+  expect_meetings(3, {{Breaks::never, Breaks::after_call, Breaks::never},
+                      {Breaks::after_call, Breaks::never, Breaks::never},
+                      {Breaks::never, Breaks::never, Breaks::never}});
+}
+
 TEST(OuterStep, AMeetingThatNoRankHasCompletedIsMadeByThoseThatAreLeft) {
-  Formula formula;
-  formula.meet({way_of(0, 0, 1), way_of(1, 0, 1)});
-  const auto met = formula.anchor;
-  formula.meet({way_of(0, 2, 3), way_of(1, 2, 3)});
-  for (const auto how : {Breaks::before_call, Breaks::after_call}) {
-    for (const auto& values : values_after_a_loss({how, how, how})) {
-      expect_near(values.at(0), met);
-      expect_near(values.at(1), formula.anchor);
-    }
-  }
+  expect_meetings(2, {{Breaks::before_call, Breaks::before_call, Breaks::before_call},
+                      {Breaks::after_call, Breaks::after_call, Breaks::after_call}});
 }
 
 // Half a step of 8 bits of the largest magnitude, twice a meeting; bfloat16 has 8 bits too.

@@ -166,8 +166,8 @@ Ownership::Ownership(Communicator ranks, ShardsOfRanks shards, int replicas, Wri
   }
 }
 
-Ownership::Ownership(Communicator ranks, const ShardsOfRanks& shards, int replicas)
-    : ranks_(std::move(ranks)), writes_(Writes::own_copy) {
+Ownership::Ownership(Communicator ranks, const ShardsOfRanks& shards, int replicas, std::vector<OwnedRange> ranges)
+    : ranks_(std::move(ranks)), ranges_(std::move(ranges)), writes_(Writes::own_copy) {
   for (int rank = 0; rank < ranks_->size(); ++rank) {
     const auto first = shards.begin() + static_cast<std::ptrdiff_t>(rank) * replicas;
     ShardMap of_rank(ShardsOfRanks(first, first + replicas));

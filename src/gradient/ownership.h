@@ -137,8 +137,8 @@ class Ownership {
             std::vector<OwnedRange> ranges = {});
 
   // Each replica of each rank updates its own shards of its own copy: `shards[rank * replicas + replica]`, which lie in
-  // a slot in this order.
-  Ownership(Communicator ranks, const ShardsOfRanks& shards, int replicas);
+  // a slot in this order. `ranges`, whose counts are [rank * replicas + replica], are for the replicas to gather.
+  Ownership(Communicator ranks, const ShardsOfRanks& shards, int replicas, std::vector<OwnedRange> ranges);
 
   // The shards that this process owns, and those of another process that it updates by the same sums.
   const ShardMap& own() const { return own_; }

@@ -71,29 +71,28 @@ void Updater::spread_state() {
 
 void Updater::tell_broke_off() {
   MutexLock lock(breaking_);
-  assigned_when_broken_ = parameters_->assignments();
-  loads_state_ = true;
-  broke_off_ = true;
+  broken_ = Broken{.assigned = parameters_->assignments()};
 }
 
 void Updater::tell_state_loaded() {
   MutexLock lock(breaking_);
-  loads_state_ = false;
+  if (broken_) broken_->lacks_state = false;
 }
 
 void Updater::require_restored() {
   MutexLock lock(breaking_);
+  if (!broken_) return;
   const auto values = static_cast<std::int64_t>(parameters_->slots().size());
-  if (loads_state_ || parameters_->assignments() < assigned_when_broken_ + values) {
+  if (broken_->lacks_state || parameters_->assignments() < broken_->assigned + values) {
     throw Error(
         "an earlier update broke off with an error, so variables and the optimizer's state may be of two steps: load "
         "both from a checkpoint");
   }
-  broke_off_ = false;
+  broken_.reset();
 }
 
 void Updater::begin_step() {
-  if (broke_off_) require_restored();
+  require_restored();
   prepared_.reset();
   step_ = step_after(0);
   if (!device_updates_.empty()) put_numbers(0);

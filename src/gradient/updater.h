@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -212,10 +211,13 @@ class Updater {
   std::vector<ShardState> other_states_;                            // of replicas 1, 2, ...
 
   std::optional<std::uint64_t> remembered_;
-  std::atomic<bool> broke_off_ = false;    // an update on a device
-  std::int64_t assigned_when_broken_ = 0;  // values, so far
-  bool loads_state_ = false;               // still has to, after an update that broke off
-  Mutex breaking_;                         // the two numbers above are written under it, by several replicas
+  // After an update on a device that broke off, until values and state are loaded.
+  struct Broken {
+    std::int64_t assigned;  // values, so far
+    bool lacks_state = true;
+  };
+  Mutex breaking_;  // several replicas may tell of the same update
+  std::optional<Broken> broken_ LOCKSTEP_GUARDED_BY(breaking_);
   std::int64_t iterations_ = 0;
   LossScale loss_scale_;
   std::optional<double> rate_override_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <optional>
 #include <span>
 #include <unordered_set>
 
@@ -52,9 +53,14 @@ void sum_over(const Communicator& ranks, const std::vector<Tensor>& gradients, c
   for (const auto& [device, together] : calls) ranks.group().run(together, ranks.deadline());
 }
 
-double on_gpu(const Tensor& parameter) { return parameter.is_cuda() ? 1 : 0; }
+// The GPU on which this rank's gradients are summed, if it has any on GPUs.
+std::optional<at::Device> gpu_of(const std::vector<Tensor>& parameters) {
+  const auto found = std::ranges::find_if(parameters, [](const Tensor& parameter) { return parameter.is_cuda(); });
+  return found == parameters.end() ? std::nullopt : std::optional(found->device());
+}
 
-// `on_gpus`: the number of ranks that have the parameter on a GPU. The others would wait for calls on other devices.
+// `on_gpus`: the number of ranks that have the parameter on their GPU. The others would wait for calls on other
+// devices.
 void check_on_gpus_alike(const Tensor& parameter, double on_gpus, const Communicator& ranks) {
   if (on_gpus == 0 || on_gpus == ranks.size()) return;
   throw InvalidArgument(text("a parameter of shape ", parameter.sizes(), " is on a GPU on ", on_gpus, " of ",
@@ -80,12 +86,13 @@ bool is_divided_among(const Tensor& parameter, const Communicator& ranks) {
 void sum_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks) {
   if (ranks.size() == 1) return;
   const at::NoGradGuard no_gradient;
+  const auto gpu = gpu_of(parameters);
   std::vector<Tensor> shared;
   std::vector<double> there;
   for (const auto& parameter : unique(parameters)) {
     if (!parameter.requires_grad() || is_divided_among(parameter, ranks)) continue;
     shared.push_back(parameter);
-    there.insert(there.end(), {parameter.grad().defined() ? 1.0 : 0.0, on_gpu(parameter)});
+    there.insert(there.end(), {parameter.grad().defined() ? 1.0 : 0.0, parameter.device() == gpu ? 1.0 : 0.0});
   }
   ranks.with_purpose(kThere).sum(there);
   std::vector<Tensor> gradients;
@@ -206,8 +213,9 @@ void average_gradients(const std::vector<Tensor>& parameters, const Communicator
   }
   // The examples, and for each parameter how many ranks have its gradient, and how many have it on a GPU.
   std::vector<double> counts{examples};
+  const auto gpu = parallel::gpu_of(averaged);
   for (const auto& parameter : averaged)
-    counts.insert(counts.end(), {parameter.grad().defined() ? 1.0 : 0.0, parallel::on_gpu(parameter)});
+    counts.insert(counts.end(), {parameter.grad().defined() ? 1.0 : 0.0, parameter.device() == gpu ? 1.0 : 0.0});
   const auto layers = weighed_layers(averaged, ranks);
   for (const auto& layer : layers) add_products(examples, layer->counted().value_or(0), counts);
   ranks.with_purpose(kCounts).sum(counts);

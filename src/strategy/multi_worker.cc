@@ -48,19 +48,6 @@ void check_diloco(const MultiWorkerMirroredOptions& options) {
     refuse("`diloco` is not for shard_optimizer_state: each worker needs all its state");
 }
 
-// As StrategyImpl::placement.
-void check_nccl(const MultiWorkerMirroredOptions& options, const std::vector<std::string>& devices) {
-  const auto is_cpu = [](const auto& device) { return device.starts_with("cpu"); };
-  const bool are_several = devices.size() > 1;
-  const bool through_host = std::ranges::any_of(devices, is_cpu) || (options.diloco && are_several) ||
-                            (options.elastic && (are_several || options.shard_optimizer_state));
-  if (options.communication.implementation != Implementation::nccl || !through_host) return;
-  throw InvalidArgument(
-      "MultiWorkerMirroredStrategy: communication.implementation nccl is for gradients on GPUs; they are in host "
-      "memory on CPUs, with `diloco` and several GPUs a worker, and with `elastic` and either several GPUs a worker or "
-      "shard_optimizer_state");
-}
-
 strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   const auto& communication = options.communication;
   const auto require_above_zero = [](const char* name, double value) {
@@ -109,21 +96,19 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                    .regroup = bounds.regroup_seconds,
                    .lost_host = options.elastic ? bounds.lost_host_seconds : kLostHostSeconds},
       .worker_batch = options.elastic ? options.elastic->worker_batch : std::nullopt};
-  check_nccl(options, settings.devices);
-  settings.gradients.shard_state = options.shard_optimizer_state;  // over the GPUs of a worker alone, too
-  settings.gradients.diloco = options.diloco;
+  auto& gradients = settings.gradients;
+  gradients.shard_state = options.shard_optimizer_state;  // over the GPUs of a worker alone, too
+  gradients.diloco = options.diloco;
   if (!job && options.workers_per_group > 1) {
     throw InvalidArgument(text("MultiWorkerMirroredStrategy: workers_per_group is ", options.workers_per_group,
                                "; this worker is alone"));
   }
   if (!job) return settings;
-  settings.gradients = {.buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
-                                    .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
-                                    .gradient_dtype = communication.gradient_dtype},
-                        .shard_state = options.shard_optimizer_state,
-                        .compare_copies_every = options.compare_copies_every,
-                        .replace_differing_copies = options.replace_differing_copies,
-                        .diloco = options.diloco};
+  gradients.buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
+                       .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
+                       .gradient_dtype = communication.gradient_dtype};
+  gradients.compare_copies_every = options.compare_copies_every;
+  gradients.replace_differing_copies = options.replace_differing_copies;
   settings.workers.emplace(
       strategy::WorkerSettings{.membership = options.elastic ? std::make_shared<elastic::JobMembership>(*job, 1, 0)
                                                              : std::make_shared<elastic::JobMembership>(*job),
@@ -135,13 +120,23 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   return settings;
 }
 
+std::shared_ptr<StrategyImpl> make_workers_strategy(MultiWorkerMirroredOptions options) {
+  const bool needs_gpus = options.communication.implementation == Implementation::nccl;
+  auto made = std::make_shared<StrategyImpl>(settings_of(std::move(options)));
+  if (!needs_gpus || made->placement() == gradient::Placement::device) return made;
+  throw InvalidArgument(
+      "MultiWorkerMirroredStrategy: communication.implementation nccl is for gradients on GPUs; they are in host "
+      "memory on CPUs, with `diloco` and several GPUs a worker, and with `elastic` and either several GPUs a worker or "
+      "shard_optimizer_state");
+}
+
 }  // namespace
 
 double linear_scaling(double ratio) { return ratio; }
 double square_root_scaling(double ratio) { return std::sqrt(ratio); }
 
 MultiWorkerMirroredStrategy::MultiWorkerMirroredStrategy(MultiWorkerMirroredOptions options)
-    : Strategy(std::make_shared<StrategyImpl>(settings_of(std::move(options)))) {}
+    : Strategy(make_workers_strategy(std::move(options))) {}
 
 int MultiWorkerMirroredStrategy::worker_rank() const { return unwrap(*this).topology().all.rank(); }
 int MultiWorkerMirroredStrategy::num_workers() const { return unwrap(*this).topology().all.size(); }
