@@ -15,6 +15,11 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <vector>
+
+#if SIMULATED_GPUS
+#include "tests/simulated_gpu/nccl.h"
+#endif
 
 namespace ls = lockstep;
 
@@ -51,8 +56,13 @@ Worker worker_of(const char* mesh) {
   const ls::ElasticOptions elastic{.min_workers = number("MIN_WORKERS", 1)};
   const bool shards = number("SHARD", 0) == 1;
   if (mesh == nullptr) {
-    const ls::MultiWorkerMirroredStrategy strategy(
-        {.threads_per_replica = 1, .shard_optimizer_state = shards, .elastic = elastic, .diloco = diloco_asked_for()});
+    std::vector<std::string> devices;
+    if (number("GPUS", 0) == 1) devices.push_back("cuda:" + std::to_string(number("LOCKSTEP_RANK", 0)));
+    const ls::MultiWorkerMirroredStrategy strategy({.devices = devices,
+                                                    .threads_per_replica = 1,
+                                                    .shard_optimizer_state = shards,
+                                                    .elastic = elastic,
+                                                    .diloco = diloco_asked_for()});
     return {strategy, strategy.worker_rank()};
   }
   const ls::DeviceMesh ranks({{"data", -1}, {"tensor", std::atoi(mesh)}}, {.elastic = true});
@@ -70,7 +80,8 @@ Worker worker_of(const char* mesh) {
 // that step; also ALSO). With PLACE "print" it prints that it is in that step. A worker that joins prints when.
 // SHARD=1: the optimizer's state is sharded. FOLDER: for a checkpoint after each epoch, to which it goes back where a
 // part of the state is lost. MESH: a mesh of data and of so many ranks for tensors, which print no weights. DILOCO:
-// workers train by themselves, and meet after so many steps.
+// workers train by themselves, and meet after so many steps. GPUS=1: each worker has a
+// GPU, and the victim's sums of that step do not end.
 int main() {
   try {
     const char* const mesh = std::getenv("MESH");
@@ -95,10 +106,14 @@ int main() {
     std::jthread killer;
     const auto step = [&](ls::ReplicaContext& replica, torch::nn::Sequential& own, const ls::Example& part) {
       usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000);
-      const auto loss = (own->forward(part.x) - part.y).square().sum();
+      const auto device = own->parameters()[0].device();
+      const auto loss = (own->forward(part.x.to(device)) - part.y.to(device)).square().sum();
       if (forwards++ == number("STEP", -1) && is_victim) {
         if (place == "forward") raise(SIGKILL);
         if (place == "print") std::cout << "step " << number("STEP", -1) << std::endl;
+#if SIMULATED_GPUS
+        if (number("GPUS", 0) == 1) simulated_nccl_fault("stuck", -1);
+#endif
         if (place.find_first_not_of("0123456789") == std::string::npos) {
           killer = std::jthread([&] {
             usleep(static_cast<unsigned>(std::stoi(place)));
@@ -116,7 +131,8 @@ int main() {
         const auto losses = strategy.run(
             [](ls::ReplicaContext&, torch::nn::Sequential& own, const ls::Example& part) {
               const at::NoGradGuard no_grad;
-              return (own->forward(part.x) - part.y).square().sum().item<double>();
+              const auto device = own->parameters()[0].device();
+              return (own->forward(part.x.to(device)) - part.y.to(device)).square().sum().item<double>();
             },
             net, batch);
         sum += strategy.reduce(ls::ReduceOp::sum, losses);

@@ -64,6 +64,16 @@ TEST_F(ElasticLoops, AWorkerIsLostInAStepOrAnEvaluation) {
   }
 }
 
+// Its NCCL is stuck in the sums of a step when it is lost. The others have enqueued what follows, and must not
+// go on from such sums.
+TEST_F(ElasticLoops, AWorkerIsLostWhileGpusSum) {
+  if (!SIMULATED_GPUS) return;  // real ones have no such fault
+  auto job = run({"GPUS=1", "LOCKSTEP_SIMULATED_GPUS=3", "VICTIM=2", "STEP=5", "PLACE=300000"}, 3);
+  expect_trained(job, 2);
+  EXPECT_NE(job.text().find("lost rank 2 of generation 0: its process ended during a call on a GPU"), std::string::npos)
+      << job.text();
+}
+
 TEST_F(ElasticLoops, OnAMeshTheOtherRowsGoOnAndANewOneIsTakenIn) {
   for (const char* const shards : {"SHARD=0", "SHARD=1"}) {
     SCOPED_TRACE(shards);

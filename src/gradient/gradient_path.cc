@@ -250,10 +250,9 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   }
   auto sums = reduction_->finish(replicas, weight, /*check_finite=*/updater_.loss_scale().used(), deadline);
 
-  if (moving_state_ && parameters_->placement() == gradient::Placement::device) {
-    ranks_.group().synchronize(
-        ranks_.deadline());  // the others go on from values that a lost rank must not have spoilt
-  }
+  // In an elastic job the others go on from these values, which a lost rank's sums must not spoil.
+  if (moving_state_ && parameters_->placement() == gradient::Placement::device)
+    ranks_.group().synchronize(ranks_.deadline());
   sums.finite = updater_.all_finite(sums.finite);
   const bool updates = sums.finite && sums.weight > 0;
   if (updates && compares()) {  // before the update, since gathered values are always equal
